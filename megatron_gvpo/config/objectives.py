@@ -25,9 +25,9 @@ class ObjectiveConfig(BaseModel):
 class GvpoConfig(ObjectiveConfig):
     """GVPO, arXiv 2504.19599: group variance of the distance between reward and implicit reward."""
 
-    beta: float = Field(0.1, gt=0, description="strength of the KL to the reference, in units of reward per nat")
+    beta: float = Field(default=0.1, gt=0, description="strength of the KL to the reference, in units of reward per nat")
     reference: Literal["old", "rollout", "frozen"] = Field(
-        "old",
+        default="old",
         description="theta': `old` is the policy at the first optimizer step of this batch of rollouts, `rollout` the policy "
         "that sampled it, `frozen` a fixed model",
     )

@@ -17,11 +17,11 @@ class Section(BaseModel):
 
 
 class ModelSection(Section):
-    path: str = Field("", description="Hugging Face folder of the model: config.json, safetensors, tokenizer")
-    tokenizer: str = Field("", description="folder of the tokenizer; the model's own when empty")
-    max_length: int = Field(4096, gt=0, description="tokens of prompt and response together")
-    init: Literal["pretrained", "random"] = Field("pretrained", description="where the first weights come from")
-    recompute: Literal["none", "selective", "full"] = Field("none", description="activation recomputation")
+    path: str = Field(default="", description="Hugging Face folder of the model: config.json, safetensors, tokenizer")
+    tokenizer: str = Field(default="", description="folder of the tokenizer; the model's own when empty")
+    max_length: int = Field(default=4096, gt=0, description="tokens of prompt and response together")
+    init: Literal["pretrained", "random"] = Field(default="pretrained", description="where the first weights come from")
+    recompute: Literal["none", "selective", "full"] = Field(default="none", description="activation recomputation")
     megatron: dict[str, Any] = Field(
         default_factory=dict,
         description="any field of Megatron-Core's TransformerConfig, by name; checked for existence",
@@ -29,17 +29,17 @@ class ModelSection(Section):
 
 
 class ParallelSection(Section):
-    tensor: int = Field(1, ge=1, description="tensor-parallel ranks")
-    pipeline: int = Field(1, ge=1, description="pipeline stages")
-    virtual_pipeline: int | None = Field(None, ge=1, description="model chunks per pipeline stage")
-    context: int = Field(1, ge=1, description="context-parallel ranks")
-    expert: int = Field(1, ge=1, description="expert-parallel ranks")
-    expert_tensor: int | None = Field(None, ge=1, description="tensor-parallel ranks of an expert; `tensor` when empty")
-    sequence: bool = Field(False, description="sequence parallelism (wants tensor > 1)")
-    first_stage_layers: int | None = Field(None, ge=1, description="layers of the first pipeline stage")
-    last_stage_layers: int | None = Field(None, ge=1, description="layers of the last pipeline stage")
-    nodes: int = Field(1, ge=1, description="machines of the trainer")
-    gpus_per_node: int = Field(1, ge=1, description="trainer ranks per machine (processes, in the CPU device mode)")
+    tensor: int = Field(default=1, ge=1, description="tensor-parallel ranks")
+    pipeline: int = Field(default=1, ge=1, description="pipeline stages")
+    virtual_pipeline: int | None = Field(default=None, ge=1, description="model chunks per pipeline stage")
+    context: int = Field(default=1, ge=1, description="context-parallel ranks")
+    expert: int = Field(default=1, ge=1, description="expert-parallel ranks")
+    expert_tensor: int | None = Field(default=None, ge=1, description="tensor-parallel ranks of an expert; `tensor` when empty")
+    sequence: bool = Field(default=False, description="sequence parallelism (wants tensor > 1)")
+    first_stage_layers: int | None = Field(default=None, ge=1, description="layers of the first pipeline stage")
+    last_stage_layers: int | None = Field(default=None, ge=1, description="layers of the last pipeline stage")
+    nodes: int = Field(default=1, ge=1, description="machines of the trainer")
+    gpus_per_node: int = Field(default=1, ge=1, description="trainer ranks per machine (processes, in the CPU device mode)")
 
     @property
     def world_size(self) -> int:
@@ -52,21 +52,21 @@ class ParallelSection(Section):
 
 
 class PrecisionSection(Section):
-    params: Literal["fp32", "bf16"] = Field("bf16", description="dtype of weights and activations")
-    grad_reduce_fp32: bool = Field(True, description="accumulate and reduce gradients in fp32")
+    params: Literal["fp32", "bf16"] = Field(default="bf16", description="dtype of weights and activations")
+    grad_reduce_fp32: bool = Field(default=True, description="accumulate and reduce gradients in fp32")
     fp8: Literal["none", "delayed", "tensorwise", "mxfp8", "blockwise"] = Field(
-        "none", description="Transformer Engine recipe; `none` computes in `params`"
+        default="none", description="Transformer Engine recipe; `none` computes in `params`"
     )
-    fp8_params: bool = Field(False, description="keep weights in FP8 and gather them so")
-    bf16_first_layers: int = Field(1, ge=0, description="layers at the start that stay in bf16 under FP8")
-    bf16_last_layers: int = Field(1, ge=0, description="layers at the end that stay in bf16 under FP8")
+    fp8_params: bool = Field(default=False, description="keep weights in FP8 and gather them so")
+    bf16_first_layers: int = Field(default=1, ge=0, description="layers at the start that stay in bf16 under FP8")
+    bf16_last_layers: int = Field(default=1, ge=0, description="layers at the end that stay in bf16 under FP8")
 
 
 class ObjectiveSection(BaseModel):
     """`name` and the objective's own keys, which its own config class checks."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field("gvpo", description="a built-in or entry-point name, or module:Class")
+    name: str = Field(default="gvpo", description="a built-in or entry-point name, or module:Class")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -74,139 +74,135 @@ class ObjectiveSection(BaseModel):
 
 
 class GupoSection(Section):
-    enabled: Literal[True, False, "observe"] = Field(
-        False, description="`observe` computes the weights and applies none"
-    )
-    samples: int = Field(4, ge=2, description="posterior samples M")
-    s: float = Field(0.5, gt=0, description="exponent of the precision in the evidence")
-    eta: float = Field(0.1, ge=0, le=1, description="share of the weights that follows the uncertainty")
-    delta: Literal["auto"] | float = Field("auto", description="prior precision; auto solves for kl_target")
-    kl_target: float = Field(0.01, gt=0, description="nats a token from the model to a posterior sample")
-    layer: Literal["output_layer", "final_norm", "last_block"] = Field("output_layer", description="the layer Phi")
-    rows: float = Field(1.0, gt=0, le=1, description="share of the layer's rows on which evidence is averaged")
-    evidence_scale: Literal["paper", "batch", "snr"] = Field("batch", description="scale of sigma in the evidence")
-    coefficients: Literal["recomputed", "held"] = Field("recomputed", description="coefficients under each sample")
-    every: int = Field(1, ge=1, description="steps between two computations of the weights")
+    enabled: Literal[True, False, "observe"] = Field(default=False, description="`observe` computes the weights and applies none")
+    samples: int = Field(default=4, ge=2, description="posterior samples M")
+    s: float = Field(default=0.5, gt=0, description="exponent of the precision in the evidence")
+    eta: float = Field(default=0.1, ge=0, le=1, description="share of the weights that follows the uncertainty")
+    delta: Literal["auto"] | float = Field(default="auto", description="prior precision; auto solves for kl_target")
+    kl_target: float = Field(default=0.01, gt=0, description="nats a token from the model to a posterior sample")
+    layer: Literal["output_layer", "final_norm", "last_block"] = Field(default="output_layer", description="the layer Phi")
+    rows: float = Field(default=1.0, gt=0, le=1, description="share of the layer's rows on which evidence is averaged")
+    evidence_scale: Literal["paper", "batch", "snr"] = Field(default="batch", description="scale of sigma in the evidence")
+    coefficients: Literal["recomputed", "held"] = Field(default="recomputed", description="coefficients under each sample")
+    every: int = Field(default=1, ge=1, description="steps between two computations of the weights")
 
 
 class ServersSection(Section):
     """Where responses come from: servers that this run starts, or URLs of running ones."""
 
-    launch: Literal["local", "none"] = Field("local", description="`local`: this run starts and stops them")
-    count: int = Field(1, ge=1, description="servers to start")
+    launch: Literal["local", "none"] = Field(default="local", description="`local`: this run starts and stops them")
+    count: int = Field(default=1, ge=1, description="servers to start")
     urls: list[str] = Field(default_factory=list, description="servers that run already (with launch: none)")
-    python: str = Field(
-        "", description="python of the server's environment; .venv-sglang beside the project when empty"
-    )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="device of the started servers")
-    dtype: Literal["float32", "bfloat16", "auto"] = Field("float32", description="dtype of the started servers")
-    tensor: int = Field(1, ge=1, description="tensor-parallel ranks of a server")
-    api_key: str = Field("", description="bearer key; a fresh random one for started servers when empty")
+    python: str = Field(default="", description="python of the server's environment; .venv-sglang beside the project when empty")
+    device: Literal["cpu", "cuda"] = Field(default="cpu", description="device of the started servers")
+    dtype: Literal["float32", "bfloat16", "auto"] = Field(default="float32", description="dtype of the started servers")
+    tensor: int = Field(default=1, ge=1, description="tensor-parallel ranks of a server")
+    api_key: str = Field(default="", description="bearer key; a fresh random one for started servers when empty")
     args: list[str] = Field(default_factory=list, description="further arguments of sglang.launch_server")
-    start_timeout_s: float = Field(300.0, gt=0, description="seconds to become ready")
-    concurrency: int = Field(256, ge=1, description="requests in flight per server")
+    start_timeout_s: float = Field(default=300.0, gt=0, description="seconds to become ready")
+    concurrency: int = Field(default=256, ge=1, description="requests in flight per server")
 
 
 class RolloutSection(Section):
-    group_size: int = Field(8, ge=1, description="responses per prompt, k")
-    prompts_per_step: int = Field(32, ge=1, description="prompts per rollout batch")
-    temperature: float = Field(1.0, gt=0, description="divides the logits, in sampling and in every log-prob")
-    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; 1 samples from the full support")
-    top_k: int = Field(-1, ge=-1, description="candidates; -1 samples from the full support")
-    max_new_tokens: int = Field(1024, gt=0, description="tokens of a response at most")
+    group_size: int = Field(default=8, ge=1, description="responses per prompt, k")
+    prompts_per_step: int = Field(default=32, ge=1, description="prompts per rollout batch")
+    temperature: float = Field(default=1.0, gt=0, description="divides the logits, in sampling and in every log-prob")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="nucleus mass; 1 samples from the full support")
+    top_k: int = Field(default=-1, ge=-1, description="candidates; -1 samples from the full support")
+    max_new_tokens: int = Field(default=1024, gt=0, description="tokens of a response at most")
     stop_token_ids: list[int] = Field(default_factory=list, description="ids that end a response, beside the eos")
-    max_staleness: int = Field(0, ge=0, description="versions behind the newest that a training sample may be")
-    truncated: Literal["keep", "drop"] = Field("keep", description="what happens to responses cut at max_new_tokens")
-    request_timeout_s: float = Field(600.0, gt=0, description="seconds for one request")
-    retries: int = Field(3, ge=0, description="further tries of a request that may pass")
-    weight_sync: Literal["disk", "distributed"] = Field("distributed", description="how weights reach the servers")
-    bucket_mib: int = Field(256, gt=0, description="MiB per weight-sync bucket")
-    sync_timeout_s: float = Field(600.0, gt=0, description="seconds for one weight update")
-    logprob_alarm: float = Field(0.05, gt=0, description="mean |trainer - server| log-prob, nats, above which it warns")
-    servers: ServersSection = Field(default_factory=lambda: ServersSection(), description="the rollout servers")
+    max_staleness: int = Field(default=0, ge=0, description="versions behind the newest that a training sample may be")
+    truncated: Literal["keep", "drop"] = Field(default="keep", description="what happens to responses cut at max_new_tokens")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="seconds for one request")
+    retries: int = Field(default=3, ge=0, description="further tries of a request that may pass")
+    weight_sync: Literal["disk", "distributed"] = Field(default="distributed", description="how weights reach the servers")
+    bucket_mib: int = Field(default=256, gt=0, description="MiB per weight-sync bucket")
+    sync_timeout_s: float = Field(default=600.0, gt=0, description="seconds for one weight update")
+    logprob_alarm: float = Field(default=0.05, gt=0, description="mean |trainer - server| log-prob, nats, above which it warns")
+    servers: ServersSection = Field(default_factory=ServersSection, description="the rollout servers")
 
 
 class TeacherSection(Section):
-    path: str = Field("", description="Hugging Face folder of the teacher; empty: no teacher")
-    signal: Literal["sequence", "sampled", "topk", "full"] = Field("sampled", description="what the teacher gives")
-    where: Literal["served", "colocated"] = Field("served", description="on SGLang servers, or in the trainer's job")
-    top_k: int = Field(64, ge=1, description="ids per token of the topk signal")
-    servers: ServersSection = Field(default_factory=lambda: ServersSection(), description="the teacher's servers")
+    path: str = Field(default="", description="Hugging Face folder of the teacher; empty: no teacher")
+    signal: Literal["sequence", "sampled", "topk", "full"] = Field(default="sampled", description="what the teacher gives")
+    where: Literal["served", "colocated"] = Field(default="served", description="on SGLang servers, or in the trainer's job")
+    top_k: int = Field(default=64, ge=1, description="ids per token of the topk signal")
+    servers: ServersSection = Field(default_factory=ServersSection, description="the teacher's servers")
 
 
 class DataSection(Section):
-    train: str = Field("", description="prompts: FILE.jsonl, FILE.parquet, or reasoning_gym:TASK")
-    eval: str = Field("", description="held-out prompts, same forms; empty: no evaluation")
-    prompt_key: str = Field("prompt", description="field of the prompt: a text, or a list of chat messages")
-    answer_key: str = Field("answer", description="field of the right answer")
+    train: str = Field(default="", description="prompts: FILE.jsonl, FILE.parquet, or reasoning_gym:TASK")
+    eval: str = Field(default="", description="held-out prompts, same forms; empty: no evaluation")
+    prompt_key: str = Field(default="prompt", description="field of the prompt: a text, or a list of chat messages")
+    answer_key: str = Field(default="answer", description="field of the right answer")
     task_args: dict[str, Any] = Field(default_factory=dict, description="arguments of the reasoning-gym task")
-    size: int = Field(10000, gt=0, description="items of a reasoning-gym training set")
-    eval_size: int = Field(400, gt=0, description="held-out items used; all of a shorter file")
-    chat_template: bool = Field(False, description="wrap the prompt by the tokenizer's chat template")
-    system_prompt: str = Field("", description="system message, with chat_template")
-    shuffle: bool = Field(True, description="a new order each epoch, from train.seed")
-    filter_long: bool = Field(True, description="leave out, and count, prompts that leave no room for a response")
+    size: int = Field(default=10000, gt=0, description="items of a reasoning-gym training set")
+    eval_size: int = Field(default=400, gt=0, description="held-out items used; all of a shorter file")
+    chat_template: bool = Field(default=False, description="wrap the prompt by the tokenizer's chat template")
+    system_prompt: str = Field(default="", description="system message, with chat_template")
+    shuffle: bool = Field(default=True, description="a new order each epoch, from train.seed")
+    filter_long: bool = Field(default=True, description="leave out, and count, prompts that leave no room for a response")
 
 
 class RewardSection(Section):
-    name: str = Field("exact", description="exact, math_verify, reasoning_gym, or module:function")
-    extract: Literal["all", "last_number", "boxed", "answer_tag"] = Field("all", description="part of the text scored")
-    timeout_s: float = Field(10.0, gt=0, description="seconds for one response; past it the reward is 0 and counted")
-    workers: int = Field(0, ge=0, description="processes that score; 0: in the controller")
+    name: str = Field(default="exact", description="exact, math_verify, reasoning_gym, or module:function")
+    extract: Literal["all", "last_number", "boxed", "answer_tag"] = Field(default="all", description="part of the text scored")
+    timeout_s: float = Field(default=10.0, gt=0, description="seconds for one response; past it the reward is 0 and counted")
+    workers: int = Field(default=0, ge=0, description="processes that score; 0: in the controller")
 
 
 class OptimizerSection(Section):
-    lr: float = Field(1e-6, gt=0, description="peak learning rate")
-    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the decay")
-    warmup_steps: int = Field(0, ge=0, description="optimizer steps of linear warm-up")
-    schedule: Literal["constant", "cosine", "linear"] = Field("constant", description="decay after the warm-up")
-    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's first decay")
-    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's second decay")
-    eps: float = Field(1e-8, gt=0, description="Adam's epsilon")
-    weight_decay: float = Field(0.0, ge=0, description="decoupled weight decay")
-    clip_grad: float = Field(1.0, ge=0, description="global gradient norm; 0: no clipping")
-    distributed: bool = Field(True, description="shard the optimizer state over data-parallel ranks")
-    overlap_grad_reduce: bool = Field(False, description="reduce gradients during the backward pass")
-    overlap_param_gather: bool = Field(False, description="gather parameters during the forward pass")
-    cpu_offload: bool = Field(False, description="keep optimizer state in CPU memory")
+    lr: float = Field(default=1e-6, gt=0, description="peak learning rate")
+    min_lr: float = Field(default=0.0, ge=0, description="learning rate at the end of the decay")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer steps of linear warm-up")
+    schedule: Literal["constant", "cosine", "linear"] = Field(default="constant", description="decay after the warm-up")
+    beta1: float = Field(default=0.9, ge=0, lt=1, description="Adam's first decay")
+    beta2: float = Field(default=0.95, ge=0, lt=1, description="Adam's second decay")
+    eps: float = Field(default=1e-8, gt=0, description="Adam's epsilon")
+    weight_decay: float = Field(default=0.0, ge=0, description="decoupled weight decay")
+    clip_grad: float = Field(default=1.0, ge=0, description="global gradient norm; 0: no clipping")
+    distributed: bool = Field(default=True, description="shard the optimizer state over data-parallel ranks")
+    overlap_grad_reduce: bool = Field(default=False, description="reduce gradients during the backward pass")
+    overlap_param_gather: bool = Field(default=False, description="gather parameters during the forward pass")
+    cpu_offload: bool = Field(default=False, description="keep optimizer state in CPU memory")
 
 
 class TrainSection(Section):
-    steps: int = Field(100, ge=1, description="rollout batches")
-    optimizer_steps: int = Field(1, ge=1, description="optimizer steps per rollout batch")
-    micro_batch_size: int = Field(0, ge=0, description="samples per micro-batch; 0: by micro_batch_tokens")
-    micro_batch_tokens: int = Field(16384, gt=0, description="tokens (padded) per micro-batch")
-    seed: int = Field(0, ge=0, description="seed of data order, initialisation and noise")
-    device: Literal["cpu", "cuda"] = Field("cuda", description="`cpu` is the device mode for laptops and tests")
-    eval_every: int = Field(0, ge=0, description="steps between evaluations; 0: before and after only")
-    eval_samples: int = Field(1, ge=1, description="responses per held-out prompt at temperature 1")
-    max_bad_steps: int = Field(5, ge=1, description="non-finite steps in a row that end the run")
-    collective_timeout_s: float = Field(600.0, gt=0, description="seconds for one collective")
-    threads: int = Field(1, ge=1, description="CPU threads per rank in the CPU device mode")
+    steps: int = Field(default=100, ge=1, description="rollout batches")
+    optimizer_steps: int = Field(default=1, ge=1, description="optimizer steps per rollout batch")
+    micro_batch_size: int = Field(default=0, ge=0, description="samples per micro-batch; 0: by micro_batch_tokens")
+    micro_batch_tokens: int = Field(default=16384, gt=0, description="tokens (padded) per micro-batch")
+    seed: int = Field(default=0, ge=0, description="seed of data order, initialisation and noise")
+    device: Literal["cpu", "cuda"] = Field(default="cuda", description="`cpu` is the device mode for laptops and tests")
+    eval_every: int = Field(default=0, ge=0, description="steps between evaluations; 0: before and after only")
+    eval_samples: int = Field(default=1, ge=1, description="responses per held-out prompt at temperature 1")
+    max_bad_steps: int = Field(default=5, ge=1, description="non-finite steps in a row that end the run")
+    collective_timeout_s: float = Field(default=600.0, gt=0, description="seconds for one collective")
+    threads: int = Field(default=1, ge=1, description="CPU threads per rank in the CPU device mode")
 
 
 class CheckpointSection(Section):
-    every: int = Field(0, ge=0, description="steps between checkpoints; 0: on a signal and at the end only")
-    keep: int = Field(2, ge=1, description="newest checkpoints that stay")
-    keep_every: int = Field(0, ge=0, description="also keep each checkpoint whose step this divides; 0: none")
-    asynchronous: bool = Field(False, description="write in the background")
-    export: bool = Field(True, description="write Hugging Face weights at the end")
+    every: int = Field(default=0, ge=0, description="steps between checkpoints; 0: on a signal and at the end only")
+    keep: int = Field(default=2, ge=1, description="newest checkpoints that stay")
+    keep_every: int = Field(default=0, ge=0, description="also keep each checkpoint whose step this divides; 0: none")
+    asynchronous: bool = Field(default=False, description="write in the background")
+    export: bool = Field(default=True, description="write Hugging Face weights at the end")
 
 
 class LogSection(Section):
-    dir: str = Field("runs/{name}", description="run directory; {name} is the config file's, {seed} the seed")
-    wandb: Literal["off", "offline", "online"] = Field("off", description="Weights & Biases")
-    wandb_project: str = Field("megatron-gvpo", description="project there")
-    dump_samples: bool = Field(True, description="write every rollout batch to RUN/samples/step_N.jsonl")
-    report: bool = Field(True, description="write report.html at the end")
+    dir: str = Field(default="runs/{name}", description="run directory; {name} is the config file's, {seed} the seed")
+    wandb: Literal["off", "offline", "online"] = Field(default="off", description="Weights & Biases")
+    wandb_project: str = Field(default="megatron-gvpo", description="project there")
+    dump_samples: bool = Field(default=True, description="write every rollout batch to RUN/samples/step_N.jsonl")
+    report: bool = Field(default=True, description="write report.html at the end")
 
 
 class LaunchSection(Section):
-    job_name: str = Field("gvpo", description="SLURM job name")
-    partition: str = Field("", description="SLURM partition")
-    account: str = Field("", description="SLURM account")
-    time: str = Field("24:00:00", description="SLURM time limit, HH:MM:SS")
-    container: str = Field("", description="container image for srun --container-image")
+    job_name: str = Field(default="gvpo", description="SLURM job name")
+    partition: str = Field(default="", description="SLURM partition")
+    account: str = Field(default="", description="SLURM account")
+    time: str = Field(default="24:00:00", description="SLURM time limit, HH:MM:SS")
+    container: str = Field(default="", description="container image for srun --container-image")
     modules: list[str] = Field(default_factory=list, description="environment modules to load")
     env: dict[str, str] = Field(default_factory=dict, description="environment variables on every srun line")
     sbatch: list[str] = Field(default_factory=list, description="further #SBATCH lines")
@@ -215,17 +211,17 @@ class LaunchSection(Section):
 class Config(Section):
     """A whole run."""
 
-    model: ModelSection = Field(default_factory=lambda: ModelSection())
-    parallel: ParallelSection = Field(default_factory=lambda: ParallelSection())
-    precision: PrecisionSection = Field(default_factory=lambda: PrecisionSection())
-    objective: ObjectiveSection = Field(default_factory=lambda: ObjectiveSection())
-    gupo: GupoSection = Field(default_factory=lambda: GupoSection())
-    rollout: RolloutSection = Field(default_factory=lambda: RolloutSection())
-    teacher: TeacherSection = Field(default_factory=lambda: TeacherSection())
-    data: DataSection = Field(default_factory=lambda: DataSection())
-    reward: RewardSection = Field(default_factory=lambda: RewardSection())
-    optimizer: OptimizerSection = Field(default_factory=lambda: OptimizerSection())
-    train: TrainSection = Field(default_factory=lambda: TrainSection())
-    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection())
-    log: LogSection = Field(default_factory=lambda: LogSection())
-    launch: LaunchSection = Field(default_factory=lambda: LaunchSection())
+    model: ModelSection = Field(default_factory=ModelSection)
+    parallel: ParallelSection = Field(default_factory=ParallelSection)
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    objective: ObjectiveSection = Field(default_factory=ObjectiveSection)
+    gupo: GupoSection = Field(default_factory=GupoSection)
+    rollout: RolloutSection = Field(default_factory=RolloutSection)
+    teacher: TeacherSection = Field(default_factory=TeacherSection)
+    data: DataSection = Field(default_factory=DataSection)
+    reward: RewardSection = Field(default_factory=RewardSection)
+    optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
+    train: TrainSection = Field(default_factory=TrainSection)
+    checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+    log: LogSection = Field(default_factory=LogSection)
+    launch: LaunchSection = Field(default_factory=LaunchSection)

@@ -214,9 +214,7 @@ def whole_batch(samples: Sequence[SampleLike], min_group_size: int = 1) -> tuple
     kept, dropped = kept_samples(samples, min_group_size)
     tokens = token_table(samples, {index: row for row, index in enumerate(kept)})
     n = len(kept)
-    sums = {
-        k: torch.zeros(n, dtype=torch.float64).index_add(0, tokens.sequence_T, v) for k, v in tokens.signals.items()
-    }
+    sums = {k: torch.zeros(n, dtype=torch.float64).index_add(0, tokens.sequence_T, v) for k, v in tokens.signals.items()}
     if n and all(samples[i].teacher_logprob is not None for i in kept):
         sums["teacher_logprob"] = torch.tensor([samples[i].teacher_logprob for i in kept], dtype=torch.float64)
     elif "teacher_logprobs" in sums:
