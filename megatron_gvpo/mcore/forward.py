@@ -1,0 +1,142 @@
+"""The objective, hooked into Megatron-Core's schedules through `forward_step`.
+
+What the schedule differentiates is  sum over this micro-batch's tokens of (group weight * loss term) / global denominator, so that
+gradients summed over micro-batches and over data- and context-parallel ranks are the gradient of the global loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.logprobs import TokenLogprobs, VocabShard, linear_token_logprobs, token_logprobs
+from megatron_gvpo.mcore.batches import MicroBatch
+from megatron_gvpo.mcore.head import head_of
+from megatron_gvpo.objectives.base import Objective, Outputs, Prepared
+from megatron_gvpo.objectives.batch import TokenTable
+
+ModelOutputs = Literal["hidden", "logits"]
+LossFunc = Callable[..., Any]
+ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, LossFunc]]
+
+
+@dataclass
+class StepInput:
+    """One micro-batch, what the objective prepared for it, and where its results are put.
+
+    tokens: the micro-batch's own rows of the rank's table. group_weight_T: GUPO's multiplier of each token's group, if any.
+    scale: what the schedule and DDP will divide by, multiplied in beforehand. Results (without grad) appear on the last stage.
+    """
+
+    micro: MicroBatch
+    tokens: TokenTable
+    prepared: Prepared | None = None
+    group_weight_T: Tensor | None = None
+    scale: float = 1.0
+    logprobs_T: Tensor | None = None
+    entropy_T: Tensor | None = None
+    loss_sum: float = 0.0
+    metric_sums: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """What turns a stage's output into log-probs."""
+
+    shard: VocabShard
+    temperature: float = 1.0
+    sequence_parallel: bool = False
+    model_outputs: ModelOutputs = "hidden"
+    chunk_tokens: int | None = None
+
+
+def trained_logprobs(output: Tensor, model: Any, micro: MicroBatch, head: HeadSettings, entropy: bool) -> TokenLogprobs:
+    """Log-probs (and entropies) of the micro-batch's T trained tokens, with grad, in the order of the token table.
+
+    output: what the last stage returned, [B, S, H] hidden states (S / TP under sequence parallelism) or [B, S, V / TP] logits.
+    """
+    rows = output.transpose(0, 1).reshape(-1, output.size(-1))  # [R, .], position-major: the order in which SP cuts
+    if head.model_outputs == "hidden":
+        layer = head_of(model)
+        if layer.head_weight is None:
+            raise RuntimeError("the output layer was not called in this forward pass")
+        found = linear_token_logprobs(
+            rows,
+            layer.head_weight,
+            micro.targets_R,
+            head.shard,
+            bias=layer.bias,
+            temperature=head.temperature,
+            entropy=entropy,
+            chunk_tokens=head.chunk_tokens,
+            sequence_parallel=head.sequence_parallel,
+        )
+    else:
+        found = token_logprobs(
+            rows, micro.targets_R, head.shard, temperature=head.temperature, entropy=entropy, chunk_tokens=head.chunk_tokens
+        )
+    return TokenLogprobs(
+        found.logprobs[micro.rows_T],
+        None if found.entropy is None else found.entropy[micro.rows_T],
+    )
+
+
+def objective_forward_step(objective: Objective[Any], head: HeadSettings, batch_of: Callable[[Any], StepInput]) -> ForwardStep:
+    """A `forward_step` for `get_forward_backward_func()` whose iterator items become a `StepInput` through `batch_of`."""
+
+    def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, LossFunc]:
+        item = batch_of(next(data_iterator))
+        output = model(item.micro.tokens_BS, item.micro.positions_BS, None)
+        return output, partial(_loss, objective=objective, head=head, item=item, model=model)
+
+    return forward_step
+
+
+def logprob_forward_step(head: HeadSettings, entropy: bool) -> ForwardStep:
+    """A forward-only `forward_step`: log-probs of the trained tokens, kept in each `StepInput`."""
+
+    def forward_step(data_iterator: Iterator[StepInput], model: Any) -> tuple[Tensor, LossFunc]:
+        item = next(data_iterator)
+        output = model(item.micro.tokens_BS, item.micro.positions_BS, None)
+
+        def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
+            found = trained_logprobs(output, model, item.micro, head, entropy)
+            item.logprobs_T, item.entropy_T = found.logprobs, found.entropy
+            return found.logprobs
+
+        return output, collect
+
+    return forward_step
+
+
+def _loss(
+    output: Tensor, objective: Objective[Any], head: HeadSettings, item: StepInput, model: Any
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Megatron's three-tuple: the scaled local loss, a token count of 1 (we divide ourselves), and what it keeps."""
+    prepared = item.prepared
+    if prepared is None:
+        raise ValueError("this micro-batch was not prepared by the objective")
+    found = trained_logprobs(output, model, item.micro, head, objective.needs.entropy)
+    logprobs_T = found.logprobs
+    if prepared.coefficients_T is not None:
+        loss_T = prepared.coefficients_T[item.micro.span].to(logprobs_T) * logprobs_T
+    else:
+        tokens = item.tokens.to(logprobs_T.device, logprobs_T.dtype)
+        outputs = Outputs(tokens, logprobs_T, found.entropy)
+        token_data = {k: v[item.micro.span].to(logprobs_T.device) for k, v in prepared.token_data.items()}
+        terms = objective.loss(outputs, prepared, token_data)
+        loss_T = terms.loss_T
+        item.metric_sums = {k: float(v.sum(dtype=torch.float64)) for k, v in terms.metrics.items()}
+    item.logprobs_T = logprobs_T.detach()
+    item.entropy_T = None if found.entropy is None else found.entropy.detach()
+    item.loss_sum = float(loss_T.detach().sum(dtype=torch.float64))
+    if item.group_weight_T is not None:
+        loss_T = loss_T * item.group_weight_T.to(loss_T)
+    # A filler's loss is an empty sum that hangs on the output: its backward pass keeps the ranks' collectives in step.
+    loss = loss_T.sum() * (item.scale / prepared.denominator)
+    return loss, torch.ones((), dtype=torch.int, device=loss.device), {"loss": loss.detach().clone()}
