@@ -1,0 +1,1 @@
+"""Prompts, rewards, samples, and their split into micro-batches. Imports neither megatron nor torch."""
