@@ -21,7 +21,8 @@ class Needs:
     - `old`: the trainer's policy at the first optimizer step of this batch of rollouts;
     - `rollout`: the behaviour policy, as the server reported it;
     - `reference`: a fixed reference model;
-    - `teacher`: `sequence` is one number a response, `sampled` one a token; `topk` and `full` are distributions.
+    - `teacher`: `sequence` is one number a response, `sampled` one a token; `topk` and `full` are distributions, and come with
+      the sampled tokens' log-probs.
     """
 
     rewards: bool = False
@@ -35,6 +36,8 @@ class Needs:
     """2 for what divides by k-1: a smaller group is dropped and counted, and `group_size: 1` is refused."""
     data: DataPolicy = "on_policy"
     """`on_policy`: this policy's own samples. `stale`: older policies', corrected by a ratio. `any`: any full-support source."""
+    rollout_corrected: bool = False
+    """With `stale`: whether the step from the policy that sampled (`rollout`) to the trainer's (`old`) is corrected as well."""
     full_support: bool = False
     """True where top-p or top-k sampling breaks the method's assumption."""
     denominator: Denominator = "tokens"
