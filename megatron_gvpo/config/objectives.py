@@ -5,7 +5,6 @@ A third party's objective brings its own subclass of `ObjectiveConfig` as its cl
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_gvpo.config.needs import DataPolicy, Needs
+from megatron_gvpo.config.wording import did_you_mean, explain_error
 
 ENTRY_POINT_GROUP = "megatron_gvpo.objectives"
 
@@ -337,6 +337,7 @@ class Problem:
 
     key: str
     what: str
+    on_key: bool = False  # the key rather than its value is to blame
 
     def __str__(self) -> str:
         return f"objective.{self.key}: {self.what}" if self.key else f"objective: {self.what}"
@@ -358,9 +359,10 @@ def objective_config(name: str, options: Mapping[str, Any]) -> ObjectiveConfig:
     """
     config_class = _config_class(name)
     try:
-        return config_class.model_validate(dict(options))
+        return config_class.model_validate(dict(options), strict=True)
     except ValidationError as error:
-        raise ObjectiveConfigError([_problem(name, e, config_class) for e in error.errors()]) from None
+        found = {p.key: p for p in reversed([_problem(e, config_class) for e in error.errors(include_url=False)])}
+        raise ObjectiveConfigError(list(found.values())) from None
 
 
 def import_class(spec: str) -> Any:
@@ -391,12 +393,6 @@ def unknown_objective(name: str) -> ObjectiveConfigError:
     return ObjectiveConfigError([Problem("name", what)])
 
 
-def did_you_mean(word: str, known: list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when nothing is close."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
-
-
 def _config_class(name: str) -> type[ObjectiveConfig]:
     if name in BUILTIN_CONFIGS:
         return BUILTIN_CONFIGS[name]
@@ -411,12 +407,9 @@ def _config_class(name: str) -> type[ObjectiveConfig]:
     return config_class
 
 
-def _problem(name: str, error: Any, config_class: type[ObjectiveConfig]) -> Problem:
-    key = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "extra_forbidden":
-        keys = list(config_class.model_fields)
-        return Problem(key, f"{name} has no such key{did_you_mean(key, keys) or '; it has ' + ', '.join(keys)}")
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if not key:
-        return Problem("", message)
-    return Problem(key, f"{message[:1].lower()}{message[1:]}, got {error['input']!r}")
+def _problem(error: Any, config_class: type[ObjectiveConfig]) -> Problem:
+    # Every option of an objective is a plain value: pydantic's further path names members of a union, not keys.
+    key = str(error["loc"][0]) if error["loc"] else ""
+    known = config_class.model_fields
+    annotation = known[key].annotation if key in known else None
+    return Problem(key, explain_error(error, annotation, list(known), ()), on_key=error["type"] in ("extra_forbidden", "missing"))
