@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 class Section(BaseModel):
     """A part of the config: unknown keys are refused, and nothing changes after reading."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSection(Section):
