@@ -107,6 +107,8 @@ class Objective(ABC, Generic[ConfigT]):
 
     name: ClassVar[str]
     Config: ClassVar[type[ObjectiveConfig]] = ObjectiveConfig
+    surrogate: ClassVar[bool] = False
+    """True where the loss holds something detached that depends on the policy, so that its value's slope is not its gradient."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config

@@ -68,7 +68,9 @@ class SequenceTable:
         return self.sample_N.numel()
 
     def sum_of(self, signal: str) -> Tensor:
-        """[N] float64: the sequences' sums of `signal`; ValueError when the batch does not carry it."""
+        """[N] float64: each sequence's sum of `signal`; ValueError where the batch has none (an empty batch has all)."""
+        if signal not in self.sums and not len(self):
+            return torch.zeros_like(self.reward_N)
         if signal not in self.sums:
             raise ValueError(f"the batch carries no {signal!r}; it has: {', '.join(self.sums) or 'no log-probs'}")
         return self.sums[signal]
@@ -115,7 +117,9 @@ class TokenTable:
         return self.sequence_T.numel()
 
     def signal(self, name: str) -> Tensor:
-        """[T]: the log-probs called `name`; ValueError when the batch does not carry them."""
+        """[T]: the log-probs called `name`; ValueError where the batch has none (an empty table has all)."""
+        if name not in self.signals and not len(self):
+            return torch.zeros_like(self.position_T, dtype=torch.float64)
         if name not in self.signals:
             raise ValueError(f"the batch carries no {name!r}; it has: {', '.join(self.signals) or 'no log-probs'}")
         return self.signals[name]
@@ -209,14 +213,22 @@ def token_table(samples: Sequence[SampleLike], rows: Mapping[int, int]) -> Token
     )
 
 
+def teacher_sums(samples: Sequence[SampleLike], kept: Sequence[int], sums: Mapping[str, Tensor]) -> Tensor | None:
+    """[N] float64: the teacher's log-prob of each response, given whole or summed over its tokens; None where one has neither."""
+    given = [samples[i].teacher_logprob for i in kept]
+    if any(value is None for value in given) and "teacher_logprobs" not in sums:
+        return None
+    summed_N = sums.get("teacher_logprobs", torch.zeros(len(kept), dtype=torch.float64))
+    return torch.tensor([s if g is None else g for g, s in zip(given, summed_N.tolist(), strict=True)], dtype=torch.float64)
+
+
 def whole_batch(samples: Sequence[SampleLike], min_group_size: int = 1) -> tuple[Batch, list[Dropped]]:
     """The batch of one process that holds everything: what `explain`, the contract kit and references use."""
     kept, dropped = kept_samples(samples, min_group_size)
     tokens = token_table(samples, {index: row for row, index in enumerate(kept)})
-    n = len(kept)
-    sums = {k: torch.zeros(n, dtype=torch.float64).index_add(0, tokens.sequence_T, v) for k, v in tokens.signals.items()}
-    if n and all(samples[i].teacher_logprob is not None for i in kept):
-        sums["teacher_logprob"] = torch.tensor([samples[i].teacher_logprob for i in kept], dtype=torch.float64)
-    elif "teacher_logprobs" in sums:
-        sums["teacher_logprob"] = sums["teacher_logprobs"]
+    zeros_N = torch.zeros(len(kept), dtype=torch.float64)
+    sums = {k: zeros_N.index_add(0, tokens.sequence_T, v) for k, v in tokens.signals.items()}
+    whole = teacher_sums(samples, kept, sums)
+    if whole is not None:
+        sums["teacher_logprob"] = whole
     return Batch(sequence_table(samples, kept, sums), tokens), dropped
