@@ -35,5 +35,3 @@ def _servers(servers: ServersSection, key: str) -> Iterator[Problem]:
             yield wrong(f"must be http://HOST:PORT, got {url!r}", f"{key}.urls")
         elif url.rstrip("/") in (other.rstrip("/") for other in servers.urls[:index]):
             yield wrong(f"{url} is named twice", f"{key}.urls")
-    if servers.device == "cpu" and servers.tensor > 1 and servers.launch == "local":
-        yield wrong("servers started on the CPU run in one process; set 1, or device: cuda", f"{key}.tensor")

@@ -40,7 +40,7 @@ def _support(facts: Facts) -> Iterator[Problem]:
         yield wrong("-1 samples from the whole vocabulary, 1 or more from that many candidates; 0 is neither", "rollout.top_k")
     if facts.shape is not None and rollout.top_k > facts.shape.vocab:
         yield wrong(f"{rollout.top_k} is above the model's vocabulary of {facts.shape.vocab}", "rollout.top_k")
-    for key, off in (("top_p", rollout.top_p == 1), ("top_k", rollout.top_k == -1)):
+    for key, off in (("top_p", rollout.top_p == 1), ("top_k", rollout.top_k in (-1, 0))):
         if facts.needs.full_support and not off:
             yield _assumption(
                 facts,
