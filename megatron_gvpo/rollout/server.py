@@ -60,7 +60,9 @@ def server_python(servers: ServersSection) -> str:
         if os.access(python, os.X_OK):
             return str(python)
     looked = ", ".join(dict.fromkeys(str(p / ".venv-sglang") for p in places))
-    raise StartError("servers.python", f"no SGLang environment in {looked}: create it (see docs/rollout.md) or set servers.python")
+    raise StartError(
+        "servers.python", f"no SGLang environment in {looked}: create it (see docs/rollout.md) or set servers.python"
+    )
 
 
 class LocalServer:
