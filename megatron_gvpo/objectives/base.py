@@ -107,8 +107,6 @@ class Objective(ABC, Generic[ConfigT]):
 
     name: ClassVar[str]
     Config: ClassVar[type[ObjectiveConfig]] = ObjectiveConfig
-    surrogate: ClassVar[bool] = False
-    """True where the loss holds something detached that depends on the policy, so that its value's slope is not its gradient."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
@@ -116,6 +114,11 @@ class Objective(ABC, Generic[ConfigT]):
     @property
     def needs(self) -> Needs:
         return self.config.needs()
+
+    @property
+    def surrogate(self) -> bool:
+        """True where the loss holds something detached that depends on the policy: its slope is then not its gradient."""
+        return False
 
     @abstractmethod
     def prepare(self, batch: Batch, comm: Comm) -> Prepared:

@@ -6,6 +6,7 @@ truncated importance weights from the server's policy to `old`. Their ratios are
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -61,9 +62,9 @@ class RatioObjective(Objective[RatioConfigT]):
         """The weight of each of a sequence's tokens, before the division by the denominator."""
         return torch.ones_like(sequences.reward_N)
 
+    @abstractmethod
     def gain_T(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantage_T: Tensor) -> tuple[Tensor, Tensor]:
         """What is maximised, [T] with grad, and whether the clip acts, [T] bool."""
-        raise TypeError(f"{type(self).__name__} does not say what it maximises: define gain_T()")
 
     def prepare(self, batch: Batch, comm: Comm) -> Prepared:
         sequences, at_T = batch.sequences, batch.tokens.sequence_T
@@ -136,7 +137,10 @@ class Cispo(RatioObjective[CispoConfig]):
 
     name = "cispo"
     Config = CispoConfig
-    surrogate = True
+
+    @property
+    def surrogate(self) -> bool:
+        return True
 
     def gain_T(self, log_ratio_T: Tensor, logprobs_T: Tensor, advantage_T: Tensor) -> tuple[Tensor, Tensor]:
         low, high = self.config.clip_low, self.config.clip_high

@@ -36,11 +36,14 @@ class Opd(Objective[OpdConfig]):
 
     name = "opd"
     Config = OpdConfig
-    surrogate = True
 
     def __init__(self, config: OpdConfig) -> None:
         super().__init__(config)
         self.steps = 0  # keys the permutation of the next step
+
+    @property
+    def surrogate(self) -> bool:
+        return True
 
     def prepare(self, batch: Batch, comm: Comm) -> Prepared:
         ratio = log_ratio(self.config, batch, comm)

@@ -15,6 +15,10 @@ class Rloo(Objective[RlooConfig]):
     name = "rloo"
     Config = RlooConfig
 
+    @property
+    def surrogate(self) -> bool:
+        return self.config.tis != "none"  # the weights depend on the policy, and are detached
+
     def prepare(self, batch: Batch, comm: Comm) -> Prepared:
         sequences = batch.sequences
         advantage_N = leave_one_out_N(sequences, sequences.reward_N)

@@ -23,7 +23,6 @@ class TvOpd(Objective[TvOpdConfig]):
 
     name = "tv_opd"
     Config = TvOpdConfig
-    surrogate = True
 
     def __init__(self, config: TvOpdConfig) -> None:
         super().__init__(config)
@@ -31,6 +30,10 @@ class TvOpd(Objective[TvOpdConfig]):
         self.first: int | None = None  # k0, the first accepted step
         self.average = 0.0  # Dbar
         self.start = 0.0  # D_ref
+
+    @property
+    def surrogate(self) -> bool:
+        return True
 
     def scale(self) -> float:
         """c_k of the next step."""
