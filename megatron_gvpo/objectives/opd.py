@@ -88,7 +88,8 @@ def _group_constant(delta_T: Tensor, comm: Comm) -> Tensor:
     up_T, down_T = delta_T > 0, delta_T < 0
     parts = [delta_T[up_T].sum(), up_T.sum(), -delta_T[down_T].sum(), down_T.sum()]
     up, n_up, down, n_down = comm.sum(torch.stack([p.to(torch.float64) for p in parts])).tolist()
-    return up_T * (up / max(n_up, 1.0)) - down_T * (down / max(n_down, 1.0))
+    mean_up, mean_down = up / max(n_up, 1.0), down / max(n_down, 1.0)
+    return up_T.to(delta_T.dtype) * mean_up - down_T.to(delta_T.dtype) * mean_down
 
 
 def _permuted(delta_T: Tensor, tokens: TokenTable, comm: Comm, seed: int, step: int) -> Tensor:

@@ -47,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    for name in config.getoption("--objective"):
+    for name in config.getoption("--objective") or []:
         try:
             checks, kit = _checks(name, None)
         except ValueError as error:
