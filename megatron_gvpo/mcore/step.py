@@ -1,6 +1,7 @@
 """One trainer rank's optimizer step, from samples to updated weights, for every layout.
 
-    samples, plan --cut--> RankBatch --logprobs--> signals --batch_of--> Batch --objective.prepare--> Prepared --step--> StepResult
+    samples, plan --cut--> RankBatch --logprobs--> signals --batch_of--> Batch
+    Batch --objective.prepare--> Prepared --step--> StepResult
 
 All methods are collective: every rank of the trainer calls them, in the same order, with the same samples.
 """
@@ -8,6 +9,7 @@ All methods are collective: every rank of the trainer calls them, in the same or
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +49,7 @@ class StepResult:
     lr: float
     logprobs_T: Tensor
     metrics: dict[str, float]
+    optimizer_seconds: float = 0.0
 
 
 class Engine:
@@ -58,11 +61,11 @@ class Engine:
         self.objective = objective
         self.head = head
         self.layout = layout
-        self.comm = RankComm(ranks.dp_cp_group, ranks.device)
+        self.comm = RankComm(ranks.data_context.group, ranks.device)
 
     def cut(self, samples: Sequence[Sample], kept: Sequence[int], plan: Sequence[Sequence[Sequence[int]]]) -> RankBatch:
         """This rank's share. plan: micro-batches (lists of indices into `kept`) of every data-parallel rank."""
-        return rank_batch(samples, kept, plan[self.ranks.dp_rank], self.layout)
+        return rank_batch(samples, kept, plan[self.ranks.data.rank], self.layout)
 
     def logprobs(self, share: RankBatch, chunks: Sequence[Any] | None = None) -> Tensor:
         """[T] float64 (CPU): the log-probs of this rank's trained tokens, without grad, on every pipeline stage.
@@ -92,33 +95,44 @@ class Engine:
         return Batch(sequence_table(samples, kept, by_name), tokens), RankBatch(share.micro_batches, tokens)
 
     def step(self, share: RankBatch, batch: Batch, prepared: Prepared, group_weights_G: Tensor | None = None) -> StepResult:
-        """Forward, backward, and the optimizer step, unless the gradient is not finite or there is nothing to train on."""
+        """Forward, backward, and the optimizer step, unless the gradient is not finite or there is nothing to train on.
+
+        group_weights_G: a multiplier for each group's loss (GUPO's).
+        """
         lr = self.training.lr
         if prepared.denominator == 0:
             empty = torch.zeros(0, dtype=torch.float64)
             result = StepResult(False, "no trained token", 0.0, 0.0, lr, empty, dict(prepared.metrics))
             self.objective.commit(prepared, accepted=False)
             return result
-        weights_N = None if group_weights_G is None else group_weights_G[batch.sequences.group_N]
-        items = self._items(share, prepared, weights_N)
-        zero_gradients(self.training)
-        self._run(objective_forward_step(self.objective, self.head, lambda item: item), items, self.training.chunks)
+        items = self._forward_backward(share, batch, prepared, group_weights_G)
+        started = time.perf_counter()
         norm = gradient_norm(self.training)
         accepted = math.isfinite(norm)
         if accepted:
             apply_gradients(self.training)
+        spent = time.perf_counter() - started
         self.objective.commit(prepared, accepted)
         loss, metrics = self._global_numbers(items, batch, prepared)
-        why_not = "" if accepted else f"gradient norm is {norm}"
-        return StepResult(accepted, why_not, loss, norm, lr, self._from_last_stage(items, share), metrics)
+        why_not = "" if accepted else f"the gradient's norm is {norm}"
+        return StepResult(accepted, why_not, loss, norm, lr, self._from_last_stage(items, share), metrics, spent)
 
-    def gradients(self, share: RankBatch, batch: Batch, prepared: Prepared, group_weights_G: Tensor | None = None) -> float:
-        """Only the gradients, finished over all ranks and left in the parameters' `main_grad`; returns their norm."""
+    def gradients(
+        self, share: RankBatch, batch: Batch, prepared: Prepared, group_weights_G: Tensor | None = None
+    ) -> tuple[float, float]:
+        """Only (loss, gradient norm): the gradients are finished over all ranks and left in the parameters' `main_grad`."""
+        items = self._forward_backward(share, batch, prepared, group_weights_G)
+        loss, _ = self._global_numbers(items, batch, prepared)
+        return loss, gradient_norm(self.training)
+
+    def _forward_backward(
+        self, share: RankBatch, batch: Batch, prepared: Prepared, group_weights_G: Tensor | None
+    ) -> list[StepInput]:
         weights_N = None if group_weights_G is None else group_weights_G[batch.sequences.group_N]
-        zero_gradients(self.training)
         items = self._items(share, prepared, weights_N)
+        zero_gradients(self.training)
         self._run(objective_forward_step(self.objective, self.head, lambda item: item), items, self.training.chunks)
-        return gradient_norm(self.training)
+        return items
 
     def _items(self, share: RankBatch, prepared: Prepared | None, weights_N: Tensor | None) -> list[StepInput]:
         items = []
@@ -153,16 +167,18 @@ class Engine:
         return values.cpu()
 
     def _broadcast_from_last_stage(self, values: Tensor) -> None:
-        if self.ranks.pp_size > 1:
-            dist.broadcast(values, src=dist.get_process_group_ranks(self.ranks.pp_group)[-1], group=self.ranks.pp_group)
+        if self.ranks.pipeline.size > 1:
+            dist.broadcast(
+                values, src=dist.get_process_group_ranks(self.ranks.pipeline.group)[-1], group=self.ranks.pipeline.group
+            )
 
     def _global_numbers(self, items: list[StepInput], batch: Batch, prepared: Prepared) -> tuple[float, dict[str, float]]:
         """The loss and the metrics of the whole batch: sums over tokens from the last stages, reduced and shared with all."""
         names = sorted(items[0].metric_sums) if self.ranks.is_last_stage else []
         shared: list[Any] = [names]
-        if self.ranks.pp_size > 1:
-            last = dist.get_process_group_ranks(self.ranks.pp_group)[-1]
-            dist.broadcast_object_list(shared, src=last, group=self.ranks.pp_group, device=self.ranks.device)
+        if self.ranks.pipeline.size > 1:
+            last = dist.get_process_group_ranks(self.ranks.pipeline.group)[-1]
+            dist.broadcast_object_list(shared, src=last, group=self.ranks.pipeline.group, device=self.ranks.device)
         names = shared[0]
         local = [sum(i.loss_sum for i in items), *(sum(i.metric_sums.get(n, 0.0) for i in items) for n in names)]
         total = self.comm.sum(torch.tensor(local, dtype=torch.float64)).to(self.ranks.device)

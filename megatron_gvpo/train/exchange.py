@@ -1,0 +1,86 @@
+"""What rank 0 tells the others: samples, decisions, and its own failures, so that nobody waits for a rank that gave up.
+
+Goes over a gloo group of its own, whose limit allows for the longest rollout; the collectives of the model keep their short one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_gvpo.config.schema import Config
+
+T = TypeVar("T")
+
+
+class ControllerError(RuntimeError):
+    """Rank 0 failed; its message is the same on every rank."""
+
+
+def patience(config: Config) -> timedelta:
+    """How long the other ranks wait for rank 0: the limits of everything it may be doing, added up."""
+    rollout = config.rollout
+    seconds = (
+        config.train.collective_timeout_s
+        + rollout.request_timeout_s * (rollout.retries + 1)
+        + rollout.sync_timeout_s
+        + rollout.servers.start_timeout_s
+        + config.reward.timeout_s
+    )
+    return timedelta(seconds=seconds)
+
+
+class Exchange:
+    """The control group of all ranks. Every method is collective."""
+
+    def __init__(self, config: Config) -> None:
+        self.rank = dist.get_rank()
+        self._group = dist.new_group(backend="gloo", timeout=patience(config))
+
+    @property
+    def is_controller(self) -> bool:
+        return self.rank == 0
+
+    def from_controller(
+        self, produce: Callable[[], T], timed: AbstractContextManager[None] | None = None, *, raises: type[Exception] = Exception
+    ) -> T:
+        """`produce()` on rank 0, its value on every rank; where it raises, rank 0 re-raises and the others get ControllerError."""
+        with timed or nullcontext():
+            if not self.is_controller:
+                return self._receive()
+            try:
+                value = produce()
+            except raises as error:
+                self._send(None, f"{type(error).__name__}: {error}")
+                raise
+            self._send(value, None)
+            return value
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return self.most(int(flag)) > 0
+
+    def most(self, number: int) -> int:
+        """The largest of the ranks' numbers."""
+        found = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
+        return int(found)
+
+    def barrier(self) -> None:
+        self.most(0)
+
+    def _send(self, value: Any, error: str | None) -> None:
+        dist.broadcast_object_list([value, error], src=0, group=self._group, device=torch.device("cpu"))
+
+    def _receive(self) -> Any:
+        box: list[Any] = [None, None]
+        dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
+        value, error = box
+        if error is not None:
+            raise ControllerError(f"rank 0 failed: {error}")
+        return value

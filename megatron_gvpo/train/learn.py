@@ -1,0 +1,143 @@
+"""One batch of rollouts turned into optimizer steps: what the objective asks for is computed, and the objective decides.
+
+Runs on every rank, with the same samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.data.microbatch import plan_micro_batches
+from megatron_gvpo.data.samples import Sample
+from megatron_gvpo.mcore.batches import RankBatch
+from megatron_gvpo.mcore.step import Engine, StepResult
+from megatron_gvpo.objectives.base import Objective
+from megatron_gvpo.objectives.batch import Batch, kept_samples
+from megatron_gvpo.train.clock import StepClock
+
+
+@dataclass
+class Learned:
+    """What the optimizer steps on one batch did. first_logprobs_T: the trainer's log-probs before the first of them."""
+
+    results: list[StepResult]
+    batch: Batch | None
+    first_logprobs_T: Tensor
+    dropped: dict[str, int]
+    metrics: dict[str, float]
+
+
+class Learner:
+    """Applies an objective to batches of samples through an engine."""
+
+    def __init__(self, config: Config, engine: Engine, objective: Objective[Any], reference: Sequence[Any] | None) -> None:
+        self.config = config
+        self.engine = engine
+        self.objective = objective
+        self.reference = reference
+
+    def learn(self, samples: Sequence[Sample], clock: StepClock) -> Learned:
+        """`train.optimizer_steps` optimizer steps on the whole batch."""
+        samples, dropped = self._admit(samples)
+        kept, rejected = kept_samples(samples, self.objective.needs.min_group_size)
+        for drop in rejected:
+            reason = "empty" if "token" in drop.why else "small_group"
+            dropped[reason] = dropped.get(reason, 0) + 1
+        if not kept:
+            return Learned([], None, torch.zeros(0, dtype=torch.float64), dropped, {})
+        share = self.cut(samples, kept)
+        with clock.part("logprobs"):
+            fixed = self._fixed_signals(samples, kept, share)
+        results: list[StepResult] = []
+        batch: Batch | None = None
+        first = torch.zeros(0, dtype=torch.float64)
+        for number in range(self.config.train.optimizer_steps):
+            with clock.part("logprobs"):
+                signals = self._signals(share, fixed, first_step=number == 0)
+                batch, whole = self.engine.batch_of(samples, kept, share, signals)
+            with clock.part("forward_backward"):
+                prepared = self.objective.prepare(batch, self.engine.comm)
+                result = self.engine.step(whole, batch, prepared)
+            clock.move("forward_backward", "optimizer", result.optimizer_seconds)
+            if number == 0:
+                first = result.logprobs_T
+            results.append(result)
+        metrics = {
+            "tokens/trained": float(batch.total_tokens if batch else 0),
+            "batch/groups": float(batch.sequences.groups if batch else 0),
+            "batch/sequences": float(len(kept)),
+            "batch/micro_batches": float(len(share.micro_batches)),
+        }
+        return Learned(results, batch, first, dropped, metrics)
+
+    def cut(self, samples: Sequence[Sample], kept: Sequence[int]) -> RankBatch:
+        """This rank's share of the kept samples."""
+        train, ranks = self.config.train, self.engine.ranks
+        plan = plan_micro_batches(
+            [len(samples[i]) for i in kept],
+            ranks.data.size,
+            max_tokens=None if train.micro_batch_size else train.micro_batch_tokens,
+            max_samples=train.micro_batch_size or None,
+            pad_multiple=self.engine.layout.pad_multiple,
+            # Interleaved schedules want a multiple of the number of stages.
+            count_multiple=ranks.pipeline.size if ranks.virtual_pipeline else 1,
+            groups=[samples[i].group for i in kept] if self.config.gupo.enabled else None,
+        )
+        return self.engine.cut(samples, kept, plan)
+
+    def _admit(self, samples: Sequence[Sample]) -> tuple[list[Sample], dict[str, int]]:
+        """Samples that may be trained on; the others are counted by reason."""
+        dropped: dict[str, int] = {}
+        admitted = []
+        for sample in samples:
+            if sample.finish_reason == "abort":
+                reason = "aborted"
+            elif sample.finish_reason == "length" and self.config.rollout.truncated == "drop":
+                reason = "truncated"
+            else:
+                admitted.append(sample)
+                continue
+            dropped[reason] = dropped.get(reason, 0) + 1
+        return admitted, dropped
+
+    @property
+    def _first_pass_cancels(self) -> bool:
+        """Whether current minus old log-probs, which is zero at the first step, is all that the objective uses of them.
+
+        With one optimizer step per rollout batch the pass that computes them then changes nothing but the logged variances, for
+        which the server's log-probs stand in.
+        """
+        needs = self.objective.needs
+        return self.config.train.optimizer_steps == 1 and needs.current and needs.old and not (needs.rollout or needs.reference)
+
+    def _fixed_signals(self, samples: Sequence[Sample], kept: Sequence[int], share: RankBatch) -> dict[str, Tensor]:
+        """What stays the same over the batch's optimizer steps: log-probs of the old policy and of the reference."""
+        needs = self.objective.needs
+        fixed: dict[str, Tensor] = {}
+        if needs.old or needs.current:
+            have_rollout = all(samples[i].rollout_logprobs is not None for i in kept)
+            if self._first_pass_cancels and have_rollout:
+                fixed["old_logprobs"] = share.tokens.signal("rollout_logprobs")
+            else:
+                fixed["old_logprobs"] = self.engine.logprobs(share)
+        if needs.reference:
+            if self.reference is None:
+                raise RuntimeError(f"objective {self.objective.name!r} needs a reference model, and none was loaded")
+            fixed["ref_logprobs"] = self.engine.logprobs(share, self.reference)
+        return fixed
+
+    def _signals(self, share: RankBatch, fixed: dict[str, Tensor], first_step: bool) -> dict[str, Tensor]:
+        if not self.objective.needs.current:
+            return fixed
+        return {**fixed, "logprobs": fixed["old_logprobs"] if first_step else self.engine.logprobs(share)}
+
+
+def without_trainer_signals(sample: Sample) -> Sample:
+    """A replayed sample as it came from the server: what a trainer computed then is computed anew."""
+    return replace(sample, logprobs=None, old_logprobs=None, ref_logprobs=None)
