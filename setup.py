@@ -9,7 +9,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["megatron_gvpo", "megatron_gvpo.*"]),
-    package_data={"megatron_gvpo": ["**/*.json", "**/*.j2", "**/*.html"]},
+    package_data={"megatron_gvpo": ["**/*.json", "**/*.template", "**/*.html"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.16.1,<0.20",

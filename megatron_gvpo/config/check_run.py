@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from string import Formatter
 
-from megatron_gvpo.config.facts import Facts, Problem, doubtful, wrong
+from megatron_gvpo.config.facts import Facts, Problem, wrong
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.config.wording import did_you_mean
 
@@ -54,11 +54,6 @@ def _batches(facts: Facts) -> Iterator[Problem]:
     elif train.micro_batch_size * data > samples:
         yield wrong(
             f"{train.micro_batch_size} samples on each of {data} data-parallel ranks are more than the {samples} of a step",
-            "train.micro_batch_size",
-        )
-    if train.micro_batch_size and facts.config.parallel.virtual_pipeline:
-        yield doubtful(
-            "an interleaved pipeline wants a multiple of `pipeline` micro-batches and is filled up with empty ones",
             "train.micro_batch_size",
         )
 

@@ -7,6 +7,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
+from megatron_gvpo.config.errors import ConfigError
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.config.source import dotted
 from megatron_gvpo.config.yaml_tree import Path, parse_yaml
@@ -64,3 +65,22 @@ def _write(data: dict[str, Any], keys: tuple[str, ...], text: str) -> str:
         return tree.problems[0][2]
     place[keys[-1]] = tree.data
     return ""
+
+
+def objective_options(overrides: Sequence[str]) -> dict[str, Any]:
+    """An objective's own keys from `key=value` (or `objective.key=value`) texts, where there is no config. Raises ConfigError."""
+    options: dict[str, Any] = {}
+    problems: list[str] = []
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        key = name.strip().removeprefix("objective.")
+        tree = parse_yaml(text)
+        if not equals or not key:
+            problems.append(f"--set: {override!r} is not of the form key=value")
+        elif tree.problems:
+            problems.append(f"--set: {key}: {tree.problems[0][2]}")
+        else:
+            options[key] = tree.data
+    if problems:
+        raise ConfigError(problems)
+    return options

@@ -84,6 +84,8 @@ class GupoSection(Section):
     rows: float = Field(default=1.0, gt=0, le=1, description="share of the layer's rows on which evidence is averaged")
     evidence_scale: Literal["paper", "batch", "snr"] = Field(default="batch", description="scale of sigma in the evidence")
     coefficients: Literal["recomputed", "held"] = Field(default="recomputed", description="coefficients under each sample")
+    sigma_floor: float = Field(default=1e-3, ge=0, lt=1, description="least sigma, as a share of the group's median; 0: no floor")
+    memory_gib: float = Field(default=4.0, gt=0, description="GiB a rank's buffers of the layer's size are fitted into")
     every: int = Field(default=1, ge=1, description="steps between two computations of the weights")
 
 
@@ -205,7 +207,10 @@ class LaunchSection(Section):
     container: str = Field(default="", description="container image for srun --container-image")
     modules: list[str] = Field(default_factory=list, description="environment modules to load")
     env: dict[str, str] = Field(default_factory=dict, description="environment variables on every srun line")
-    sbatch: list[str] = Field(default_factory=list, description="further #SBATCH lines")
+    sbatch: list[str] = Field(default_factory=list, description="further options of sbatch, such as --qos=high")
+    srun: list[str] = Field(default_factory=list, description="further options of every srun, such as --container-mounts=/data")
+    setup: list[str] = Field(default_factory=list, description="shell lines before the run, such as activating an environment")
+    grace_s: int = Field(default=300, ge=60, description="seconds before the time limit at which the run is told to save")
 
 
 class Config(Section):

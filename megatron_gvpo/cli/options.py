@@ -1,0 +1,33 @@
+"""Arguments that several commands share."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="the run's YAML file", show_default=False)]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="change one key of the config; may be given often"),
+]
+Json = Annotated[bool, typer.Option("--json", help="print JSON, and nothing else, on stdout")]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="do not ask whether data, weights and programs exist on this machine")]
+
+
+def print_json(value: Any) -> None:
+    """JSON on stdout. It has no word for NaN or infinity: they become null."""
+    print(json.dumps(_finite(value), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
