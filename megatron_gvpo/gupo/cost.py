@@ -1,0 +1,88 @@
+"""What GUPO costs, in products of the head's size and in bytes; torch-free, so that `plan` prints what the measurement does.
+
+A product of the head's size is 2 x tokens x vocabulary x hidden floating-point operations, over the step's trained tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_gvpo.config.schema import GupoSection
+
+# Rows of the layer on which sigma's medians are taken, at most.
+MEDIAN_ROWS = 1024
+# Elements of a block of the layer's gradient on a CPU: the running sums of a block should stay in its cache.
+_CPU_BLOCK = 1 << 17
+_SUMS = 4  # buffers of running sums
+
+
+def median_rows(vocabulary: int) -> int:
+    """Rows of the layer on which medians are taken."""
+    return min(vocabulary, MEDIAN_ROWS)
+
+
+def one_pass(gupo: GupoSection) -> bool:
+    """Whether log-normalisers can be found in the gradient's own pass: coefficients known before, and every row wanted."""
+    return gupo.coefficients == "held" and gupo.rows == 1.0
+
+
+@dataclass(frozen=True)
+class Products:
+    """Products of the head's size: the Fisher's, the samples' log-probs, the samples' gradients, and the medians' rows."""
+
+    fisher: float
+    logprobs: float
+    gradients: float
+    medians: float
+
+    @property
+    def total(self) -> float:
+        return self.fisher + self.logprobs + self.gradients + self.medians
+
+
+def head_products(gupo: GupoSection, vocabulary: int, in_one_pass: bool | None = None) -> Products:
+    """3 M + 2 with recomputed coefficients, 2 M + 2 with held ones, for all rows; the medians' share comes on top.
+
+    in_one_pass: what `MemoryPlan` found; None: as if memory were no matter.
+    """
+    samples = gupo.samples
+    if one_pass(gupo) if in_one_pass is None else in_one_pass:
+        return Products(2.0, 0.0, 2.0 * samples, 0.0)
+    return Products(2.0, samples, 2.0 * samples * gupo.rows, 2.0 * samples * median_rows(vocabulary) / vocabulary)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a rank's buffers are laid out. bytes: of all of them at the peak, beside one chunk of logits.
+
+    keep_samples: the M sampled layers are held; otherwise their rows are made anew (noise costs time, not memory).
+    in_one_pass: sums of the whole shard are held (held coefficients only). block_rows: rows of the layer worked on together.
+    """
+
+    keep_samples: bool
+    in_one_pass: bool
+    block_rows: int
+    bytes: int
+
+
+def memory_plan(
+    gupo: GupoSection, rows: int, hidden: int, *, weight_bytes: int, compute_bytes: int = 4, cuda: bool = False
+) -> MemoryPlan:
+    """rows: of this rank's shard. weight_bytes: of one weight; compute_bytes: of one running sum (4; 8 for float64 weights).
+
+    The Fisher (one number per weight) is always held; the rest is fitted into `gupo.memory_gib`.
+    """
+    budget = int(gupo.memory_gib * (1 << 30))
+    size = max(rows, 1) * hidden
+    fisher, samples = size * compute_bytes, gupo.samples * size * weight_bytes
+    keep = fisher + samples <= budget
+    sums = _SUMS * size * compute_bytes
+    if one_pass(gupo) and keep and samples + sums <= budget:
+        return MemoryPlan(True, True, max(rows, 1), max(fisher + samples, samples + sums))
+    held = samples if keep else fisher
+    per_row = hidden * (_SUMS * compute_bytes + gupo.samples * weight_bytes)
+    fitting = max(budget - held, 0) // per_row
+    if not cuda:
+        fitting = min(fitting, _CPU_BLOCK // hidden)
+    block = min(max(fitting, 64), max(rows, 1))
+    return MemoryPlan(keep, False, block, max(fisher + (samples if keep else 0), held + block * per_row))
