@@ -99,10 +99,11 @@ def empty_responses(kit: Kit) -> None:
     generator = torch.Generator().manual_seed(7)
     blank = [random_response(g, 50.0, 3, generator) for g in ("g0", "g2", "alone")]
     blank = [replace(r, mask_L=torch.zeros_like(r.mask_L)) for r in blank]
-    more = run(kit.make(), World([*world.responses, *blank]))
+    more = run(kit.make(), World([*blank, *world.responses]))
     _same_loss(plain, more, "an empty response")
-    _same(plain.grad_PV, more.grad_PV[: len(plain.grad_PV)], "an empty response changes the gradient of others")
-    require(bool((more.grad_PV[len(plain.grad_PV) :] == 0).all()), "an empty response has a gradient")
+    blank_PV, others_PV = more.grad_PV.split([len(more.grad_PV) - len(plain.grad_PV), len(plain.grad_PV)])
+    _same(plain.grad_PV, others_PV, "an empty response changes the gradient of others")
+    require(bool((blank_PV == 0).all()), "an empty response has a gradient")
 
 
 def nothing_to_train(kit: Kit) -> None:
@@ -157,7 +158,7 @@ def rank_splits(kit: Kit) -> None:
     """Every split over ranks gives the same loss and gradient: groups and sequences cut, uneven, ranks without a token."""
     world = kit.world()
     plain = run(kit.make(), world)
-    for ranks in (2, 3, 4, 16):
+    for ranks in (2, 3, 12):
         for scatter in (False, True):
             split = run(kit.make(), world, ranks=ranks, micro_batches=2, scatter=scatter)
             what = f"a split of {'tokens' if scatter else 'sequences'} over {ranks} ranks"
@@ -273,11 +274,13 @@ def check_contract(objective_class: type[Objective[Any]], options: Mapping[str, 
 
 
 def run_check(check: Check, kit: Kit) -> None:
-    """One check; its ContractError is given the names of the objective and of the check."""
+    """One check. Its ContractError names the objective and the check; what the objective raises itself becomes one too."""
     try:
         check.run(kit)
     except ContractError as error:
         raise ContractError(f"{kit.objective_class.__name__} breaks `{check.name}`: {error}") from None
+    except Exception as error:
+        raise ContractError(f"{kit.objective_class.__name__} breaks `{check.name}`: {type(error).__name__}: {error}") from error
 
 
 def require(holds: bool, otherwise: str) -> None:

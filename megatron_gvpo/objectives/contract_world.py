@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.config.needs import Needs
-from megatron_gvpo.objectives.base import Objective, Outputs, Prepared, TokenLoss
+from megatron_gvpo.objectives.base import Comm, Objective, Outputs, Prepared, TokenLoss
 from megatron_gvpo.objectives.batch import Batch, TokenTable, whole_batch
 
 VOCAB = 5
@@ -229,9 +229,8 @@ def run(objective: Objective[Any], world: World, ranks: int = 1, micro_batches: 
         comm = ThreadComm(shared, rank)
         rows = (key_T % ranks == rank).nonzero().flatten()
         try:
-            return _rank_step(
-                copy.deepcopy(objective), world, Batch(batch.sequences, batch.tokens.select(rows)), comm, micro_batches
-            )
+            own = copy.deepcopy(objective)
+            return rank_step(own, world, Batch(batch.sequences, batch.tokens.select(rows)), comm, micro_batches)
         except BaseException:
             comm.abort()
             raise
@@ -251,10 +250,12 @@ def run(objective: Objective[Any], world: World, ranks: int = 1, micro_batches: 
     return Result(loss_sum * scale, grad_PV, results)
 
 
-def _rank_step(objective: Objective[Any], world: World, batch: Batch, comm: ThreadComm, micro_batches: int) -> RankResult:
+def rank_step(objective: Objective[Any], world: World, batch: Batch, comm: Comm, micro_batches: int) -> RankResult:
+    """What one rank does with its share of `batch.tokens`: prepare, then loss and gradient (sums, not yet divided)."""
     with torch.no_grad():
         prepared = objective.prepare(batch, comm)
-    comm.finish()
+    if isinstance(comm, ThreadComm):
+        comm.finish()
     logits_PV = world.stacked("logprobs").clone().requires_grad_()
     teacher_PV = world.stacked("teacher_logprobs")
     ids_P = torch.cat([torch.zeros(0, dtype=torch.int64), *(r.ids_L for r in world.responses)])
