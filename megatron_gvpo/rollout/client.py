@@ -75,7 +75,8 @@ class ServerClient:
             headers=headers,
             # The whole request has one limit, in `_once`; a server that computes sends nothing for long.
             timeout=httpx.Timeout(None, connect=min(10.0, timeout_s)),
-            limits=httpx.Limits(max_connections=connections + 8, max_keepalive_connections=connections + 8),
+            # The server closes a connection that idles for 5 s: one that idles for less is never closed under our hands.
+            limits=httpx.Limits(max_connections=connections + 8, keepalive_expiry=2.0),
             trust_env=False,  # a proxy of the environment must not see loopback or cluster traffic
         )
 
@@ -152,7 +153,7 @@ class ServerClient:
         """
         body = score_body(sequences, starts, self.limits, labels)
         answer = await self._call("POST", "/generate", body, label=labels[0], retry_time_limit=True)
-        return self._read("scores", read_scores, answer, sequences, starts, labels)
+        return self._read("scores", read_scores, answer, sequences, starts, self.limits, labels)
 
     def _read(self, label: str, reader: Any, *args: Any) -> Any:
         try:

@@ -20,6 +20,7 @@ from pathlib import Path
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
+_HELPERS_S = 2.0
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD}
 
 
@@ -32,13 +33,11 @@ def _in_child() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
-def _send(group: int, number: int) -> bool:
-    """Send a signal to a process group; False when nobody is left in it."""
+def _send(group: int, number: int) -> None:
     try:
         os.killpg(group, number)
     except ProcessLookupError:
-        return False
-    return True
+        return  # nobody is left in it
 
 
 def _children() -> list[int]:
@@ -56,23 +55,34 @@ def _reap() -> None:
             return
 
 
-def _end(group: int, grace_s: float) -> None:
-    """SIGTERM, the grace, SIGKILL; then whatever left the group and landed with us."""
-    if grace_s > 0 and _send(group, signal.SIGTERM):
-        limit = time.monotonic() + grace_s
-        while time.monotonic() < limit and _children():
-            _reap()
-            time.sleep(0.05)
-    _send(group, signal.SIGKILL)
-    limit = time.monotonic() + 10.0
-    while time.monotonic() < limit:
+def _all_gone(seconds: float) -> bool:
+    """Wait for our children, adopted ones too, to end by themselves; False when some still run after `seconds`."""
+    limit = time.monotonic() + seconds
+    while True:
         _reap()
-        left = _children()
-        if not left:
-            return
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+        if not _children():
+            return True
+        if time.monotonic() > limit:
+            return False
         time.sleep(0.02)
+
+
+def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
+    """SIGTERM and the grace, then SIGKILL, first to the command alone: its helpers end with it, and one of them, Python's
+    resource tracker, then removes the shared memory and semaphores that the command left. Last, whoever is still there."""
+    if grace_s > 0:
+        child.terminate()
+        if _all_gone(grace_s):
+            return
+    child.kill()
+    if _all_gone(_HELPERS_S):
+        return
+    _send(child.pid, signal.SIGKILL)
+    for _ in range(100):
+        for pid in _children():  # those that left the group
+            os.kill(pid, signal.SIGKILL)
+        if _all_gone(0.1):
+            return
 
 
 def main(argv: list[str]) -> int:
@@ -86,7 +96,7 @@ def main(argv: list[str]) -> int:
         if arrived is not None and arrived.si_signo != signal.SIGCHLD:
             break
         code = child.poll()
-    _end(child.pid, grace_s)
+    _end(child, grace_s)
     return 1 if code is None else code if code >= 0 else 128 - code
 
 

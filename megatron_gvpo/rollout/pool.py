@@ -60,7 +60,7 @@ class ServerPool:
         if not clients:
             raise ServerError("server pool", "no server given: set servers.urls, or servers.launch to local")
         self._seats = [_Seat(client, concurrency) for client in clients]
-        self._changed = asyncio.Condition()
+        self._waiting: list[asyncio.Future[None]] = []
 
     @property
     def clients(self) -> list[ServerClient]:
@@ -83,14 +83,13 @@ class ServerPool:
     async def close(self) -> None:
         await asyncio.gather(*(seat.client.close() for seat in self._seats))
 
-    async def put_out_of_use(self, client: ServerClient, why: str) -> None:
-        """Send nothing to this server any more (until `probe_again` finds it well)."""
-        async with self._changed:
-            for seat in self._seats:
-                if seat.client is client and not seat.out_of_use:
-                    seat.out_of_use = why
-                    log.warning("%s is out of use: %s", client.name, why)
-            self._changed.notify_all()
+    def put_out_of_use(self, client: ServerClient, why: str) -> None:
+        """Send nothing to this server any more. Belongs to the pool's event loop, as everything here."""
+        for seat in self._seats:
+            if seat.client is client and not seat.out_of_use:
+                seat.out_of_use = why
+                log.warning("%s is out of use: %s", client.name, why)
+        self._wake()
 
     async def generate_groups(
         self, prompts: Sequence[PromptIds], count: int, sampling: Sampling, *, ahead: int | None = None
@@ -135,34 +134,40 @@ class ServerPool:
             try:
                 return await ask(seat.client)
             except Transient as error:  # the client's own tries are used up
-                await self.put_out_of_use(seat.client, error.why)
+                self.put_out_of_use(seat.client, error.why)
             except TimeLimit as error:
                 if await seat.client.healthy():
                     # It works: the request itself takes too long, on any server.
                     raise TimeLimit(error.server, f"{error.why}, though it is well: raise request_timeout_s") from error
-                await self.put_out_of_use(seat.client, f"{error.why}, and its health check fails")
+                self.put_out_of_use(seat.client, f"{error.why}, and its health check fails")
             finally:
-                await self._give_back(seat, weight)
+                self._give_back(seat, weight)
 
     async def _take(self, weight: int) -> _Seat:
-        async with self._changed:
-            while True:
-                in_use = [seat for seat in self._seats if not seat.out_of_use]
-                if not in_use:
-                    lost = "; ".join(f"{name}: {why}" for name, why in self.out_of_use.items())
-                    raise ServerError("no server is left", lost)
-                free = [seat for seat in in_use if seat.takes(weight)]
-                if free:
-                    seat = min(free, key=lambda s: s.in_flight / s.concurrency)
-                    seat.in_flight += weight
-                    return seat
-                await self._changed.wait()
+        while True:
+            in_use = [seat for seat in self._seats if not seat.out_of_use]
+            if not in_use:
+                lost = "; ".join(f"{name}: {why}" for name, why in self.out_of_use.items())
+                raise ServerError("no server is left", lost)
+            free = [seat for seat in in_use if seat.takes(weight)]
+            if free:
+                seat = min(free, key=lambda s: s.in_flight / s.concurrency)
+                seat.in_flight += weight
+                return seat
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
 
-    async def _give_back(self, seat: _Seat, weight: int) -> None:
-        # No await before the change: a cancelled task must give its place back as well.
+    def _give_back(self, seat: _Seat, weight: int) -> None:
         seat.in_flight -= weight
-        async with self._changed:
-            self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        # Without an await: a task that is being cancelled must wake the others too.
+        for turn in self._waiting:
+            if not turn.done():
+                turn.set_result(None)
+        self._waiting.clear()
 
 
 def _sample(prompt: PromptIds, response: Response) -> Sample:

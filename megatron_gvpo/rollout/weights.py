@@ -128,7 +128,7 @@ class WeightControl:
 
     async def _abandon(self, why: str) -> None:
         for client in self._pool.clients:
-            await self._pool.put_out_of_use(client, why)
+            self._pool.put_out_of_use(client, why)
 
     # --- over a process group ---------------------------------------------------------------------------------------------
 

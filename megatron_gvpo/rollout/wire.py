@@ -55,9 +55,7 @@ class Limits:
         if not ids:
             raise RequestRefused(f"{label}: the prompt is empty")
         if len(ids) > self.max_prompt:
-            raise RequestRefused(
-                f"{label}: the prompt has {len(ids)} tokens, and at most {self.max_prompt} fit the server's context"
-            )
+            raise RequestRefused(f"{label}: the prompt has {len(ids)} tokens, the context takes at most {self.max_prompt}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = next(i for i in ids if not 0 <= i < self.vocab_size)
             raise RequestRefused(
@@ -170,16 +168,17 @@ def score_body(
 
 
 def read_scores(
-    answer: Any, sequences: Sequence[Sequence[int]], starts: Sequence[int], labels: Sequence[str]
+    answer: Any, sequences: Sequence[Sequence[int]], starts: Sequence[int], limits: Limits, labels: Sequence[str]
 ) -> list[list[float]]:
     """Per sequence, the log-probs (temperature 1) of its tokens from `start` on; Malformed names the sample it is about."""
     items = answer if isinstance(answer, list) else [answer]
     if len(items) != len(sequences):
         raise Malformed(f"{len(items)} scores came back for {len(sequences)} samples")
-    return [_read_score(*row) for row in zip(items, sequences, starts, labels, strict=True)]
+    last = limits.vocab_size - 1
+    return [_read_score(*row, last) for row in zip(items, sequences, starts, labels, strict=True)]
 
 
-def _read_score(item: Any, ids: Sequence[int], start: int, label: str) -> list[float]:
+def _read_score(item: Any, ids: Sequence[int], start: int, label: str, last_id: int) -> list[float]:
     want = list(ids[start:])
     try:
         entries = item["meta_info"]["input_token_logprobs"]
@@ -191,7 +190,8 @@ def _read_score(item: Any, ids: Sequence[int], start: int, label: str) -> list[f
         raise Malformed(f"{label}: the first of the scored positions should have no log-prob, it has {first}")
     if len(got) != len(want):
         raise Malformed(f"{label}: token count mismatch: {len(got)} positions scored, {len(want)} asked for")
-    if got != want:
+    # SGLang (0.5.23 and before) labels the last id of the vocabulary 0 here; the log-prob beside it is that of the last id.
+    if any(g != w and (g, w) != (0, last_id) for g, w in zip(got, want, strict=True)):
         raise Malformed(f"{label}: other tokens were scored than were sent")
     try:
         return [_logprob(entry[0]) for entry in scored]
