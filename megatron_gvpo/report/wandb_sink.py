@@ -57,4 +57,7 @@ class WandbSink:
         self._run.log({STEP: step, **metrics}, step=step)
 
     def close(self) -> None:
+        import wandb
+
         self._run.finish()
+        wandb.teardown()  # finish() may return before its service process has written the file
