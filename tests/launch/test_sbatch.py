@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
+import pytest
+
+from megatron_gvpo.config import load_config
 from megatron_gvpo.launch.sbatch import render_sbatch
 from tests.config.conftest import Run
 
@@ -84,3 +88,15 @@ def test_the_address_is_the_first_nodes_and_a_restart_resumes(run: Run) -> None:
     assert srun.endswith("train yaml_configs/x.yaml; address 10.0.0.1")
     _, calls = _play(run, 0, "RUNNING", 1)
     assert "train yaml_configs/x.yaml --resume; address 10.0.0.1" in calls
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "yaml_configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_shipped_scripts_are_current(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Why: `slurm/` is what people copy. To mend: `megatron-gvpo sbatch yaml_configs/X.yaml --no-files -o slurm/X.sbatch`."""
+    monkeypatch.chdir(ROOT)
+    relative = path.relative_to(ROOT)
+    rendered = render_sbatch(load_config(relative, files=False), relative)
+    assert (ROOT / "slurm" / f"{path.stem}.sbatch").read_text() == rendered
