@@ -37,7 +37,7 @@ class Shaping:
 class ObjectiveConfig(BaseModel):
     """Base of every objective's config: unknown keys are refused, and a value does not change once read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     assumptions: Literal["refuse", "warn"] = Field(
         default="refuse",
