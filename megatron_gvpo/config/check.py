@@ -20,11 +20,14 @@ class Finding:
 
 
 def check_config(config: Config, source: Source, *, files: bool = True) -> list[Finding]:
-    """Every contradiction in `config`, in the order of the file. `files=False` does not ask whether files exist."""
+    """Every contradiction in `config`, in the order of the file.
+
+    `files=False` is for a run that is only planned: neither whether its files exist nor whether its model can be built matters.
+    """
     facts, problems = gather_facts(config, files=files)
     problems += list(_problems(facts))
     if files:
-        problems += check_files.problems(facts)
+        problems += [*check_layout.unbuildable(facts), *check_files.problems(facts)]
     placed = []
     for problem in problems:
         path = source.culprit(tuple(key.split(".")) for key in problem.keys)

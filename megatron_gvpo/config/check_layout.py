@@ -28,6 +28,19 @@ def problems(facts: Facts) -> Iterator[Problem]:
     yield from _megatron(config)
 
 
+def unbuildable(facts: Facts) -> Iterator[Problem]:
+    """Models whose sizes can be planned with, and whose layers the trainer does not build."""
+    shape = facts.shape
+    if shape is None:
+        return
+    if shape.experts is not None:
+        yield wrong(
+            f"{shape.family} models (mixtures of experts) can be planned, not trained; llama, qwen2 and qwen3 can", "model.path"
+        )
+    if shape.out_bias or shape.mlp_bias:
+        yield wrong("a bias on the attention's output projection or in the MLP is not supported", "model.path")
+
+
 def _world(parallel: ParallelSection) -> Iterator[Problem]:
     model = parallel.tensor * parallel.pipeline * parallel.context
     if parallel.world_size % model:
@@ -59,8 +72,8 @@ def _divides(shape: ModelShape, parallel: ParallelSection) -> Iterator[Problem]:
     tensor = parallel.tensor
     if shape.heads % tensor:
         yield wrong(f"{tensor} does not divide the model's {shape.heads} attention heads", "parallel.tensor")
-    elif shape.kv_heads % tensor and tensor % shape.kv_heads:
-        yield wrong(f"{tensor} neither divides the model's {shape.kv_heads} key-value heads nor is a multiple", "parallel.tensor")
+    elif shape.kv_heads % tensor:
+        yield wrong(f"{tensor} does not divide the model's {shape.kv_heads} key-value heads", "parallel.tensor")
     if shape.experts is None and shape.ffn % tensor:
         yield wrong(f"{tensor} does not divide the model's feed-forward width {shape.ffn}", "parallel.tensor")
 

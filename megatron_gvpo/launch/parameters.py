@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from megatron_gvpo.config.hf_shape import ModelShape
 from megatron_gvpo.config.schema import ParallelSection
 
-# Megatron-Core pads the vocabulary to a multiple of this times the tensor-parallel size.
+# The model builder pads the vocabulary to a multiple of this and of the tensor-parallel size.
 VOCAB_MULTIPLE = 128
 
 
@@ -55,7 +56,8 @@ def layer_parameters(shape: ModelShape) -> dict[str, Split]:
 
 
 def padded_vocab(shape: ModelShape, parallel: ParallelSection) -> int:
-    multiple = VOCAB_MULTIPLE * parallel.tensor
+    """Rows of the embedding and of the output layer, padding included."""
+    multiple = math.lcm(VOCAB_MULTIPLE, parallel.tensor)
     return -(-shape.vocab // multiple) * multiple
 
 

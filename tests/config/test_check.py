@@ -69,6 +69,7 @@ def test_a_refusal_points_at_the_line_of_its_key(run: Run) -> None:
     [
         ({"sequence": True}, "parallel.sequence: sequence parallelism splits over the tensor-parallel ranks"),
         ({"gpus_per_node": 3, "tensor": 3}, "parallel.tensor: 3 does not divide the model's 4 attention heads"),
+        ({"gpus_per_node": 4, "tensor": 4}, "parallel.tensor: 4 does not divide the model's 2 key-value heads"),
         ({"virtual_pipeline": 2}, "parallel.virtual_pipeline: needs parallel.pipeline above 1"),
         ({"gpus_per_node": 2, "pipeline": 2, "virtual_pipeline": 1}, "parallel.virtual_pipeline: one chunk per stage"),
         (
@@ -99,7 +100,7 @@ def test_layouts_that_do_not_fit_the_model(run: Run, parallel: dict[str, Any], w
 @pytest.mark.parametrize(
     "parallel",
     [
-        {"gpus_per_node": 4, "tensor": 4, "sequence": True},  # 4 ranks share 2 key-value heads
+        {"gpus_per_node": 2, "tensor": 2, "sequence": True},
         {"gpus_per_node": 2, "pipeline": 2, "virtual_pipeline": 2},
         {"gpus_per_node": 2, "pipeline": 2, "first_stage_layers": 1},
         {"gpus_per_node": 3, "pipeline": 3, "first_stage_layers": 1, "last_stage_layers": 1},
@@ -108,6 +109,13 @@ def test_layouts_that_do_not_fit_the_model(run: Run, parallel: dict[str, Any], w
 )
 def test_layouts_that_fit_pass(run: Run, parallel: dict[str, Any]) -> None:
     run.load(parallel=parallel)
+
+
+def test_experts_can_be_planned_not_trained(run: Run, tmp_path: Path) -> None:
+    moe = {"model": {"path": str(write_model(tmp_path / "moe", MOE))}}
+    (line,) = run.refusal(**moe)
+    assert "model.path: qwen3_moe models (mixtures of experts) can be planned, not trained" in line
+    load_config(run.write(moe), files=False)
 
 
 @pytest.mark.parametrize(
