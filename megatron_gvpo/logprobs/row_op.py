@@ -72,6 +72,14 @@ class RowOp(ABC):
         """Overwrite logits `z` with d(sum over rows of grads . outputs)/dz; grads are one [C] tensor an output."""
 
 
+class ScoreOp(RowOp):
+    """A log-prob (output 0) whose gradient can be formed right after `partial` and `finish`, while the chunk is at hand."""
+
+    @abstractmethod
+    def score_gradient_(self, z_CV: Tensor, first: int, partial_CN: Tensor, state_CS: Tensor, coefficients_C: Tensor) -> None:
+        """Overwrite what `partial` left in `z` with d(sum over rows of coefficient * logprob)/dz."""
+
+
 @dataclass(frozen=True)
 class Pass:
     """Everything about a computation that is not a tensor of the source."""

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.logprobs import kernels
-from megatron_gvpo.logprobs.row_op import LOWEST, Finished, RowOp
+from megatron_gvpo.logprobs.row_op import LOWEST, Finished, RowOp, ScoreOp
 from megatron_gvpo.logprobs.rows import block_rows, spans
 from megatron_gvpo.logprobs.shard import VocabShard
 
 
 @dataclass(frozen=True)
-class TokenOp(RowOp):
+class TokenOp(ScoreOp):
     """outputs: logprob, and entropy if `entropy`. state: M, log S, and the entropy."""
 
     shard: VocabShard
@@ -64,6 +64,16 @@ class TokenOp(RowOp):
         column_C, here_C = self.shard.local(self.targets_R[first : first + z_CV.shape[0]])
         row_gradient_(z_CV, column_C, here_C, state_CS, grads[0], grads[1] if self.entropy else None)
 
+    def score_gradient_(self, z_CV: Tensor, first: int, partial_CN: Tensor, state_CS: Tensor, coefficients_C: Tensor) -> None:
+        column_C, here_C = self.shard.local(self.targets_R[first : first + z_CV.shape[0]])
+        if kernels.usable(z_CV):
+            kernels.row_gradient_(z_CV, column_C, here_C, state_CS, coefficients_C, None)
+            return
+        # `partial` left exp(z - this rank's maximum): one multiplication makes it -coefficient * p.
+        scale_C = (partial_CN[:, 0] - state_CS[:, 0] - state_CS[:, 1]).exp()
+        z_CV.mul_((-coefficients_C * scale_C).unsqueeze(1))
+        _add_at_target_(z_CV, column_C, here_C, coefficients_C)
+
 
 def _token_op(shard: VocabShard, entropy: bool, tensors: tuple[Any, ...]) -> RowOp:
     (targets_R,) = tensors
@@ -71,7 +81,10 @@ def _token_op(shard: VocabShard, entropy: bool, tensors: tuple[Any, ...]) -> Row
 
 
 def row_stats(z_CV: Tensor, column_C: Tensor, here_C: Tensor, entropy: bool) -> Tensor:
-    """[C, 3] or [C, 4], see `TokenOp.partial`. Destroys `z`. A rank without a real id contributes nothing."""
+    """[C, 3] or [C, 4], see `TokenOp.partial`. Leaves exp(z - maximum) in `z`, or, by a kernel, `z` itself.
+
+    A rank without a real id contributes nothing.
+    """
     rows, width = z_CV.shape
     stats_CN = z_CV.new_zeros(rows, 4 if entropy else 3)
     # Not -inf: a shard whose ids are all banned must not make NaN out of (-inf) - (-inf).
@@ -90,7 +103,8 @@ def row_stats(z_CV: Tensor, column_C: Tensor, here_C: Tensor, entropy: bool) -> 
         if entropy:
             e_BV = z_BV.exp()
             stats_CN[a:b, 1] = e_BV.sum(1)
-            stats_CN[a:b, 3] = e_BV.mul_(z_BV.clamp_(min=LOWEST)).sum(1)
+            stats_CN[a:b, 3] = z_BV.clamp_(min=LOWEST).mul_(e_BV).sum(1)
+            z_BV.copy_(e_BV)
         else:
             stats_CN[a:b, 1] = z_BV.exp_().sum(1)
     return stats_CN
@@ -112,8 +126,7 @@ def row_gradient_(
         kernels.row_gradient_(z_CV, column_C, here_C, state_CS, grad_logprob_C, grad_entropy_C)
         return
     top_C, log_total_C = state_CS[:, 0], state_CS[:, 1]
-    zero_C = torch.zeros_like(top_C)
-    g_C = zero_C if grad_logprob_C is None else grad_logprob_C
+    g_C = torch.zeros_like(top_C) if grad_logprob_C is None else grad_logprob_C
     scale_C = (-log_total_C).exp()
     if grad_entropy_C is None:
         constant_C, slope_C = -g_C * scale_C, None
@@ -129,5 +142,10 @@ def row_gradient_(
             e_BV = z_BV.exp()
             z_BV.clamp_(min=LOWEST).mul_(slope_C[a:b, None]).add_(constant_C[a:b, None]).mul_(e_BV)
     if grad_logprob_C is not None:
+        _add_at_target_(z_CV, column_C, here_C, grad_logprob_C)
+
+
+def _add_at_target_(z_CV: Tensor, column_C: Tensor, here_C: Tensor, value_C: Tensor) -> None:
+    if z_CV.shape[1]:
         # Added, not written: rows whose target another rank holds point at column 0 with a value of 0.
-        z_CV.scatter_add_(1, column_C.unsqueeze(1), torch.where(here_C, g_C, zero_C).unsqueeze(1))
+        z_CV.scatter_add_(1, column_C.unsqueeze(1), value_C.masked_fill(~here_C, 0.0).unsqueeze(1))
