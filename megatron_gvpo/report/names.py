@@ -9,11 +9,12 @@ One step is one row. Step 0 is the evaluation before training; step n is the n-t
     eval/sampled, eval/sampled_se   the same for responses at the run's temperature
     loss, grad_norm, lr             of the last optimizer step on this batch
     logprob_diff/mean, /max         |trainer - server| log-prob of the sampled tokens, same weights, nats
+    eval/logprob_diff/mean, /max    the same on responses to held-out prompts, with the weights after the last sync
     objective/<metric>              what the objective logs
     gupo/<metric>                   what GUPO logs
     tokens/<what>                   tokens of the batch: prompt, response, trained
     batch/<what>                    sequences, groups, micro_batches
-    response/<what>                 mean length in tokens, share cut at the limit
+    response/length, response/cut   mean length in tokens, and share cut at the limit
     drop/<reason>                   samples that were not trained on
     time/<part>, time/step          seconds; the parts and time/other add up to time/step
 

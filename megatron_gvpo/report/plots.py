@@ -80,6 +80,9 @@ def logprob_difference(rows: Rows, alarm: float) -> Figure | None:
     with _figure() as (figure, axes):
         for key, name, colour in (("logprob_diff/mean", "mean", BLUE), ("logprob_diff/max", "largest", ORANGE)):
             _line(axes, *series(rows, key), colour, name, smooth=False)
+        steps, largest = series(rows, "eval/logprob_diff/max")
+        if steps:
+            axes.plot(steps, largest, ls="", marker="D", ms=4, color=PURPLE, label="largest, in evaluations")
         if not axes.lines:
             return None
         axes.axhline(alarm, color=RED, lw=1.2, ls="--", label="alarm for the mean")

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import yaml
@@ -17,7 +18,7 @@ from megatron_gvpo.data.samples import Sample, iter_samples
 from megatron_gvpo.report import page, plots
 from megatron_gvpo.report.console import change_cells
 from megatron_gvpo.report.jsonl import read_rows
-from megatron_gvpo.report.names import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SAMPLES_DIR, TIME_OTHER, TIME_STEP
+from megatron_gvpo.report.names import CONFIG_FILE, METRICS_FILE, REPORT_FILE, SAMPLES_DIR, STEP, TIME_OTHER, TIME_STEP
 from megatron_gvpo.report.summary import (
     Rows,
     as_duration,
@@ -36,14 +37,14 @@ _SECRET = re.compile(r"^(\s*(?:\S*api_key|\S*token|\S*secret|\S*password)\s*:[ \
 
 # Metrics with a panel of their own; the rest go into the folded small ones.
 _CHARTED = re.compile(
-    r"step|eval/.*|reward/(mean|std)|loss|grad_norm|lr|logprob_diff/.*|objective/(term_.*|groups|flat_groups)|time/.*|drop/.*"
+    r"step|eval/(greedy|sampled)(_se)?|(eval/)?logprob_diff/.*|reward/(mean|std)|loss|grad_norm|lr|objective/(term_.*|groups|flat_groups)|time/.*|drop/.*"
 )
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Write the report of a run, finished or not, and return its path: RUN_DIR/report.html unless `out` says otherwise.
 
-    DataError where the folder holds no metrics.
+    DataError where the folder holds no metrics, or the page cannot be written.
     """
     run_dir = Path(run_dir)
     if not (run_dir / METRICS_FILE).is_file():
@@ -52,9 +53,13 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     if not rows:
         raise DataError(f"{run_dir / METRICS_FILE}: holds no step yet")
     path = Path(out) if out is not None else run_dir / REPORT_FILE
+    document = render(run_dir, rows)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(render(run_dir, rows), encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(document, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from None
     return path
 
 
@@ -122,9 +127,10 @@ def _cards(rows: Rows) -> list[tuple[str, str, str, bool]]:
     if rewards:
         tail = rewards[-max(len(rewards) // 10, 1) :]
         entries.append(("reward, last tenth", f"{sum(tail) / len(tail):.3f}", f"first step {rewards[0]:.3f}", False))
-    spent, timed = total(rows, TIME_STEP), sum(TIME_STEP in row for row in rows)
-    if timed:
-        entries.append(("time of the steps", as_duration(spent), f"{as_duration(spent / timed)} a step", False))
+    spent = total(rows, TIME_STEP)
+    _, seconds = series([row for row in rows if row[STEP] > 0], TIME_STEP)
+    if seconds:
+        entries.append(("time of the steps", as_duration(spent), f"median step {as_duration(median(seconds))}", False))
     trained = total(rows, "tokens/trained")
     if trained:
         speed = f"{trained / spent:,.0f} a second" if spent else ""

@@ -60,4 +60,6 @@ def _evaluation(greedy: float, sampled: float) -> dict[str, float]:
         "eval/greedy_se": math.sqrt(greedy * (1 - greedy) / 400),
         "eval/sampled": sampled,
         "eval/sampled_se": math.sqrt(sampled * (1 - sampled) / 400),
+        "eval/logprob_diff/mean": 2.1e-7,
+        "eval/logprob_diff/max": 4e-6,
     }

@@ -136,6 +136,8 @@ def test_folders_that_are_no_run(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"metrics\.jsonl: holds no step yet"):
         write_report(tmp_path)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(DataError, match=r"report\.html: cannot be written: No such file"):
+        write_report(tmp_path, tmp_path / "absent" / "report.html")
     (tmp_path / "config.yaml").write_text("a: [")
     with pytest.raises(DataError, match=r"config\.yaml: not YAML"):
         write_report(tmp_path)
