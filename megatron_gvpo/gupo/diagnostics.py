@@ -55,9 +55,9 @@ class GradientSketches:
 
     def gram(self, comm: Comm, share: float = 1.0) -> Tensor:
         """[G, G] float64: inner products of all groups' gradients. share: of the layer's rows that were added."""
-        flat = comm.sum(self._sketch_G).flatten(1)
-        product = (flat @ flat.t()).to(torch.float64) / share
-        return self._shard.sum(product).cpu()
+        # Summed over tensor-parallel ranks before the product: rows of two ranks share buckets like any others.
+        flat = comm.sum(self._shard.reduce_(self._sketch_G)).flatten(1)
+        return (flat @ flat.t()).to("cpu", torch.float64) / share
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ median (an addition of ours: otherwise a few nearly dead dimensions own the mean
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,20 +32,22 @@ class MedianSample:
 
     rows: RowSet
     columns: Tensor  # int64
+    most_rows: int  # of any tensor-parallel rank
 
     @classmethod
     def draw(cls, shard: VocabShard, hidden_size: int, seed: int, device: torch.device) -> MedianSample:
         rows = one_of_each_stratum(shard.size, median_rows(shard.size), seed)
         columns = one_of_each_stratum(hidden_size, max(1, MEDIAN_DIMENSIONS // len(rows)), seed + 1)
-        return cls(rows_of_shard(rows, shard, device), torch.tensor(columns, dtype=torch.int64, device=device))
+        mine = rows_of_shard(rows, shard, device)
+        most = int(shard.gather(torch.tensor([len(mine)], device=device)).max())
+        return cls(mine, torch.tensor(columns, dtype=torch.int64, device=device), most)
 
     def sigma(self, variance_RH: Tensor, shard: VocabShard) -> Tensor:
         """The positive sigmas at these dimensions over all tensor-parallel ranks, from the variance at `rows`."""
-        values = variance_RH.index_select(1, self.columns).sqrt().flatten()
+        values = variance_RH.index_select(1, self.columns).sqrt_()
         # Ranks hold different numbers of the rows; zeros, which are dead dimensions anyhow, fill up.
-        longest = int(shard.gather(torch.tensor([values.numel()], device=values.device)).max())
-        padded = values.new_zeros(longest)
-        padded[: values.numel()] = values
+        padded = values.new_zeros(self.most_rows, self.columns.numel())
+        padded[: len(self.rows)] = values
         gathered = shard.gather(padded).flatten()
         return gathered[gathered > 0]
 
@@ -95,30 +95,25 @@ def mean_evidence(sums: EvidenceSum, median: float, batch_median: float, s: floa
     return mean * unit ** (-2.0 * s)
 
 
-def median_over_ranks(values: Sequence[float], comm: Comm) -> float:
-    """The lower median of positive numbers that are spread over data- and context-parallel ranks; 0 for none at all.
+def median_over_ranks(values: Tensor, comm: Comm) -> float:
+    """The lower median of positive float64 numbers that are spread over data- and context-parallel ranks; 0 for none at all.
 
-    Found by bisection over the bit patterns of float64, whose order is that of the numbers: 64 small reductions, nothing
-    gathered. Every rank must call it, and all get the same.
+    Found by search over the bit patterns, whose order is that of the numbers: a few small reductions, and nothing is gathered.
+    Every rank must call it, and all get the same.
     """
-    ordered = sorted(values)
-
-    def total(count: int) -> int:
-        return int(comm.sum(torch.tensor([float(count)], dtype=torch.float64))[0])
-
-    wanted = (total(len(ordered)) - 1) // 2 + 1
+    bits = values.to("cpu", torch.float64).view(torch.int64).sort().values
+    wanted = (int(comm.sum(torch.tensor([float(len(bits))], dtype=torch.float64))[0]) - 1) // 2 + 1
     if wanted <= 0:
         return 0.0
-    low, high = -1, (1 << 63) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        if total(bisect.bisect_right(ordered, _float_of(middle))) >= wanted:
-            high = middle
-        else:
-            low = middle
-    return _float_of(high)
+    found = 0  # the high bits of the median, as far as they are known
+    for shift in _SEARCH_SHIFTS:
+        # The median's next digit is the number of digits d for which too few numbers lie below (found + d + 1) << shift.
+        bounds = (torch.arange(1, 1 << _DIGIT_BITS) << shift) + found
+        below = comm.sum(torch.searchsorted(bits, bounds).to(torch.float64))
+        found += int((below < wanted).sum()) << shift
+    return float(torch.tensor(found, dtype=torch.int64).view(torch.float64))
 
 
-def _float_of(bits: int) -> float:
-    value = float(torch.tensor(bits, dtype=torch.int64).view(torch.float64))
-    return value if value == value else float("inf")  # patterns above infinity are not numbers
+# Positive numbers leave the sign bit free: seven digits of nine bits.
+_DIGIT_BITS = 9
+_SEARCH_SHIFTS = tuple(range(63 - _DIGIT_BITS, -1, -_DIGIT_BITS))

@@ -175,23 +175,25 @@ class _Evidence:
         self.sketches.add(group, moments.mean_RH, rows)
 
     def _result(self, delta: float, kl: float) -> Measurement:
-        sigmas = torch.cat(self.sigmas).to(torch.float64).mul_(self.unit).tolist() if self.sigmas else []
+        none = torch.zeros(0, dtype=torch.float64)
+        sigmas = torch.cat(self.sigmas).to(torch.float64).mul_(self.unit) if self.sigmas else none
         sigma = median_over_ranks(sigmas, self.comm)
-        evidence_G = torch.zeros(self.groups, dtype=torch.float64)
-        for span in self.tokens.groups:
-            evidence_G[span.group] = self._evidence(span.group, sigma)
-        evidence_G = self.comm.sum(evidence_G)
+        evidence_G = self.comm.sum(self._evidence_of_own_groups(sigma))
         gram_GG = self.sketches.gram(self.comm, self.count / self.head.shard.size) * self.unit**2
         return Measurement(evidence_G, self.active_G, delta, kl, sigma, geometry(gram_GG, self.active_G))
 
-    def _evidence(self, group: int, sigma: float) -> float:
-        local = self.sums.get(group, EvidenceSum())
-        values = torch.tensor([local.total, float(local.live)], dtype=torch.float64, device=self.head.device)
-        total, live = self.head.shard.sum(values).tolist()
-        sums, gupo = EvidenceSum(total, int(live)), self.gupo
-        if not bool(self.active_G[group]):
-            return 0.0
-        return mean_evidence(sums, self.median[group] * self.unit, sigma, gupo.s, gupo.evidence_scale)
+    def _evidence_of_own_groups(self, sigma: float) -> Tensor:
+        """[G] float64: zero at other ranks' groups and at inactive ones."""
+        gupo, spans = self.gupo, self.tokens.groups
+        local = [self.sums.get(span.group, EvidenceSum()) for span in spans]
+        values = torch.tensor([[one.total, float(one.live)] for one in local], dtype=torch.float64, device=self.head.device)
+        over_shards = self.head.shard.sum(values.reshape(-1, 2)).tolist()
+        evidence_G = torch.zeros(self.groups, dtype=torch.float64)
+        for span, (total, live) in zip(spans, over_shards, strict=True):
+            if bool(self.active_G[span.group]):
+                sums, median = EvidenceSum(total, int(live)), self.median[span.group] * self.unit
+                evidence_G[span.group] = mean_evidence(sums, median, sigma, gupo.s, gupo.evidence_scale)
+        return evidence_G
 
 
 _said: set[str] = set()
