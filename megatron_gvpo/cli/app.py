@@ -24,7 +24,7 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    from megatron_gvpo.cli import checks, samples  # noqa: F401  each registers its commands
+    from megatron_gvpo.cli import checks, runs, samples, servers  # noqa: F401  each registers its commands
 
     args = list(sys.argv[1:] if argv is None else argv)
     try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from megatron_gvpo.cli.app import EXIT_FAILED, EXIT_INPUT, app
-from megatron_gvpo.cli.options import ConfigFile, Json, NoFiles, Sets, print_json
+from megatron_gvpo.cli.options import ConfigFile, Json, NoFiles, Sets, checked_config, print_json
 
 
 @app.command()
@@ -44,11 +44,10 @@ def validate(config: ConfigFile, sets: Sets = None, json: Json = False, no_files
 @app.command()
 def plan(config: ConfigFile, sets: Sets = None, json: Json = False) -> None:
     """Say what CONFIG will need: parameters, ranks, and memory per GPU by part. Needs the model's config.json alone."""
-    from megatron_gvpo.config import load_config
     from megatron_gvpo.launch.plan import make_plan
     from megatron_gvpo.launch.plan_text import plan_text
 
-    result = make_plan(load_config(config, sets or (), files=False))
+    result = make_plan(checked_config(config, sets, files=False))
     if json:
         print_json(result)
     else:
@@ -63,10 +62,9 @@ def sbatch(
     no_files: NoFiles = False,
 ) -> None:
     """Write the SLURM script that trains CONFIG: one task a rank, saved and requeued on a signal."""
-    from megatron_gvpo.config import load_config
     from megatron_gvpo.launch.sbatch import render_sbatch
 
-    script = render_sbatch(load_config(config, sets or (), files=not no_files), config, sets or ())
+    script = render_sbatch(checked_config(config, sets, files=not no_files), config, sets or ())
     if output is None:
         print(script, end="")
         return

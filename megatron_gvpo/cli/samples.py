@@ -28,10 +28,30 @@ def explain(
     from megatron_gvpo.objectives.explain import explain as explain_samples
 
     numbered = list(iter_samples(samples))
-    result = explain_samples([sample for _, sample in numbered], objective, options, [line for line, _ in numbered])
+    lines, found = [line for line, _ in numbered], [sample for _, sample in numbered]
+    result = explain_samples(found, objective, options, lines)
     if json:
         print_json(result)
         return
+    from megatron_gvpo.config.objectives import objective_config
     from megatron_gvpo.report.explain_table import print_explanation
 
-    print_explanation(result)
+    print_explanation(found, lines, result, objective_config(objective, options).needs())
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="a run's directory", show_default=False)],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="write the page there; RUN_DIR/report.html when left out")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write one HTML page that says what a run did, whether it went well, and where its time went."""
+    from megatron_gvpo.report.run_report import write_report
+
+    path = write_report(run_dir, output)
+    if json:
+        print_json({"report": str(path)})
+    else:
+        print(path)

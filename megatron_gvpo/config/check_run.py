@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from string import Formatter
 
 from megatron_gvpo.config.facts import Facts, Problem, wrong
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.config.wording import did_you_mean
 
 REWARDS = ("exact", "math_verify", "reasoning_gym")
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MODULE_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _SLURM_TIME = re.compile(r"(\d+-)?\d{1,2}:\d{2}(:\d{2})?|\d+(-\d{1,2})?")
@@ -107,12 +107,7 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
 def _log(config: Config) -> Iterator[Problem]:
     if not config.log.dir:
         yield wrong("is empty: the run needs a directory", "log.dir")
-    try:
-        names = [name for _, name, _, _ in Formatter().parse(config.log.dir) if name is not None]
-    except ValueError as error:
-        yield wrong(f"{error}; a brace is written twice", "log.dir")
-        return
-    for name in names:
+    for name in _PLACEHOLDER.findall(config.log.dir):
         if name not in ("name", "seed"):
             yield wrong(f"knows {{name}} and {{seed}}, not {{{name}}}", "log.dir")
 

@@ -63,6 +63,9 @@ def test_warnings_do_not_refuse(run: Run, capsys: Capture) -> None:
         (["validate", "x", "--josn"], "error: No such option: --josn"),
         (["validate", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["plan", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["serve", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
+        (["report", "nowhere"], "error: nowhere: no run directory"),
         (["sbatch", "nowhere.yaml"], "nowhere.yaml: No such file or directory"),
         (["explain", "nowhere.jsonl", "--objective", "gvpo"], "error: nowhere.jsonl: "),
         (["explain", "nowhere.jsonl", "--objective", "gvpo", "--set", "beta"], "--set: 'beta' is not of the form key=value"),
@@ -75,10 +78,22 @@ def test_wrong_input_is_2_in_one_line(capsys: Capture, args: list[str], line: st
     assert err[0].startswith(line)
 
 
+def test_train_refuses_before_it_starts_anything(run: Run, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("SLURM_PROCID", raising=False)
+    code, _, err = call(capsys, "train", run.write({}), "--replay", "nowhere")
+    assert (code, err) == (2, ["--replay: nowhere: no such file or directory"])
+    code, _, err = call(capsys, "train", run.write({"parallel": {"nodes": 2}}))
+    assert (code, err) == (2, [f"{run.file}: parallel.nodes: 2 machines are started by srun (see `sbatch`) or torchrun"])
+    code, _, err = call(capsys, "train", run.write({}), "--resume", "--fresh")
+    assert code == 2
+    assert not (run.folder / "runs").exists()
+
+
 def test_every_command_has_help(capsys: Capture) -> None:
     code, out, _ = call(capsys)
     assert code == 2
-    for command in ("validate", "plan", "sbatch", "doctor", "explain"):
+    for command in ("train", "validate", "plan", "explain", "serve", "report", "sbatch", "doctor"):
         assert command in out
         code, text, _ = call(capsys, command, "--help")
         assert code == 0

@@ -177,7 +177,7 @@ def test_precision(run: Run, precision: dict[str, Any], device: str, why: str) -
         ({"optimizer": {"cpu_offload": True}}, "optimizer.cpu_offload: the state is in CPU memory already"),
         ({"checkpoint": {"every": 4, "keep_every": 6}}, "checkpoint.keep_every: 6 is no multiple of checkpoint.every 4"),
         ({"log": {"dir": "runs/{step}"}}, "log.dir: knows {name} and {seed}, not {step}"),
-        ({"log": {"dir": "runs/{"}}, "log.dir: "),
+        ({"log": {"dir": ""}}, "log.dir: is empty"),
         ({"launch": {"time": "soon"}}, "launch.time: must be HH:MM:SS"),
         ({"launch": {"env": {"A-B": "1"}}}, "launch.env.A-B: is no name of an environment variable"),
         ({"launch": {"sbatch": ["qos=high"]}}, "launch.sbatch: must be options of sbatch"),
