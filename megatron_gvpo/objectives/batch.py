@@ -214,12 +214,22 @@ def token_table(samples: Sequence[SampleLike], rows: Mapping[int, int]) -> Token
 
 
 def teacher_sums(samples: Sequence[SampleLike], kept: Sequence[int], sums: Mapping[str, Tensor]) -> Tensor | None:
-    """[N] float64: the teacher's log-prob of each response, given whole or summed over its tokens; None where one has neither."""
-    given = [samples[i].teacher_logprob for i in kept]
-    if any(value is None for value in given) and "teacher_logprobs" not in sums:
-        return None
-    summed_N = sums.get("teacher_logprobs", torch.zeros(len(kept), dtype=torch.float64))
-    return torch.tensor([s if g is None else g for g, s in zip(given, summed_N.tolist(), strict=True)], dtype=torch.float64)
+    """[N] float64: the teacher's log-prob of each response, as given whole, else summed over its tokens.
+
+    `sums` may hold token sums that the samples themselves do not carry (a teacher in the trainer's job). None where a response
+    has neither.
+    """
+    summed = sums["teacher_logprobs"].tolist() if "teacher_logprobs" in sums else [None] * len(kept)
+    values: list[float] = []
+    for index, total in zip(kept, summed, strict=True):
+        sample = samples[index]
+        value = sample.teacher_logprob if sample.teacher_logprob is not None else total
+        if value is None and sample.teacher_logprobs is not None:
+            value = sum(v for v, m in zip(sample.teacher_logprobs, sample.mask, strict=True) if m)
+        if value is None:
+            return None
+        values.append(value)
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def whole_batch(samples: Sequence[SampleLike], min_group_size: int = 1) -> tuple[Batch, list[Dropped]]:
