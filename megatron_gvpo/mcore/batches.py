@@ -23,6 +23,7 @@ class Layout:
     context_size: int = 1
     context_rank: int = 0
     pad_multiple: int = 1  # every padded length is a multiple: TP under sequence parallelism, times 2 CP
+    uniform: bool = False  # all micro-batches of a rank have one shape: interleaved pipelines exchange no shapes reliably
 
     def share(self, length: int) -> Tensor:
         """[length / CP] int64: the positions this rank holds; chunks r and 2 CP - 1 - r of 2 CP equal ones (zigzag)."""
@@ -75,10 +76,11 @@ def rank_batch(samples: Sequence[Sample], kept: Sequence[int], plan: Sequence[Se
     micro_batches: list[MicroBatch] = []
     tables: list[TokenTable] = []
     start = 0
+    least = _largest_shape(samples, kept, plan) if layout.uniform else (1, 1)
     for members in plan:
         chosen = {kept[row]: row for row in members}
         table = token_table(samples, chosen)
-        micro, local = _micro_batch(samples, chosen, table, layout, start)
+        micro, local = _micro_batch(samples, chosen, table, layout, start, least)
         micro_batches.append(micro)
         tables.append(local)
         start = micro.span.stop
@@ -86,16 +88,21 @@ def rank_batch(samples: Sequence[Sample], kept: Sequence[int], plan: Sequence[Se
 
 
 def _micro_batch(
-    samples: Sequence[Sample], chosen: dict[int, int], table: TokenTable, layout: Layout, start: int
+    samples: Sequence[Sample],
+    chosen: dict[int, int],
+    table: TokenTable,
+    layout: Layout,
+    start: int,
+    least: tuple[int, int],
 ) -> tuple[MicroBatch, TokenTable]:
     members = [samples[i] for i in chosen]
-    # The last token of a sequence predicts nothing, so it is not an input.
-    lengths = [max(len(s) - 1, 1) for s in members] or [1]
-    width = -(-max(lengths) // layout.pad_multiple) * layout.pad_multiple
-    tokens_BL = torch.zeros(len(lengths), width, dtype=torch.int64)
-    targets_BL = torch.full((len(lengths), width), -1, dtype=torch.int64)
+    count = max(len(members), least[0])
+    longest = max([least[1], *(_inputs(s) for s in members)])
+    width = -(-longest // layout.pad_multiple) * layout.pad_multiple
+    tokens_BL = torch.zeros(count, width, dtype=torch.int64)
+    targets_BL = torch.full((count, width), -1, dtype=torch.int64)
     at: dict[int, int] = {}  # row of the SequenceTable -> place in this micro-batch
-    first = torch.zeros(len(lengths), dtype=torch.int64)  # the position that predicts the first response token
+    first = torch.zeros(count, dtype=torch.int64)  # the position that predicts the first response token
     for b, (index, sample) in enumerate(zip(chosen, members, strict=True)):
         if not sample.prompt_ids:
             raise ValueError(f"sample {index} of group {sample.group!r} has an empty prompt: nothing predicts its first token")
@@ -112,16 +119,27 @@ def _micro_batch(
     b_T = torch.tensor([at[int(r)] for r in table.sequence_T], dtype=torch.int64)
     s_T = place[first[b_T] + table.position_T]
     mine = s_T >= 0
-    rows_T = (s_T * len(lengths) + b_T)[mine]
+    rows_T = (s_T * count + b_T)[mine]
     local = table.select(mine)
     micro = MicroBatch(
         tokens_BS=tokens_BL[:, share_S].contiguous(),
-        positions_BS=share_S.expand(len(lengths), -1).contiguous(),
+        positions_BS=share_S.expand(count, -1).contiguous(),
         targets_R=targets_BL[:, share_S].t().reshape(-1).contiguous(),
         rows_T=rows_T,
         span=slice(start, start + len(local)),
     )
     return micro, local
+
+
+def _inputs(sample: Sample) -> int:
+    """Positions that a sample needs: its last token predicts nothing, so it is not an input."""
+    return max(len(sample) - 1, 1)
+
+
+def _largest_shape(samples: Sequence[Sample], kept: Sequence[int], plan: Sequence[Sequence[int]]) -> tuple[int, int]:
+    """(sequences, positions) that hold every micro-batch of the plan."""
+    rows = [row for members in plan for row in members]
+    return max([1, *(len(members) for members in plan)]), max([1, *(_inputs(samples[kept[row]]) for row in rows)])
 
 
 def _concatenate(tables: Sequence[TokenTable], names: Sequence[str]) -> TokenTable:

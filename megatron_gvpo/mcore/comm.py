@@ -26,6 +26,13 @@ class RankComm:
         dist.all_reduce(total, group=self.group)
         return total.to(values.device)
 
+    def max(self, values: Tensor) -> float:
+        """The largest entry over those ranks; 0 where none has one."""
+        largest = values.max() if values.numel() else torch.zeros((), dtype=values.dtype)
+        found = largest.detach().to(self.device, copy=True)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
+        return float(found)
+
     def gather_tokens(self, values_T: Tensor, tokens: TokenTable) -> tuple[Tensor, Tensor, Tensor]:
         values = self._gather(values_T)
         sequence = self._gather(tokens.sequence_T)

@@ -12,9 +12,16 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_gvpo.logprobs import TokenLogprobs, VocabShard, linear_token_logprobs, token_logprobs
+from megatron_gvpo.logprobs import (
+    TokenLogprobs,
+    VocabShard,
+    linear_score_loss,
+    linear_token_logprobs,
+    token_logprobs,
+)
 from megatron_gvpo.mcore.batches import MicroBatch
 from megatron_gvpo.mcore.head import head_of
 from megatron_gvpo.objectives.base import Objective, Outputs, Prepared
@@ -60,14 +67,12 @@ def trained_logprobs(output: Tensor, model: Any, micro: MicroBatch, head: HeadSe
 
     output: what the last stage returned, [B, S, H] hidden states (S / TP under sequence parallelism) or [B, S, V / TP] logits.
     """
-    rows = output.transpose(0, 1).reshape(-1, output.size(-1))  # [R, .], position-major: the order in which SP cuts
+    rows = _rows(output)
     if head.model_outputs == "hidden":
         layer = head_of(model)
-        if layer.head_weight is None:
-            raise RuntimeError("the output layer was not called in this forward pass")
         found = linear_token_logprobs(
             rows,
-            layer.head_weight,
+            _called_weight(layer),
             micro.targets_R,
             head.shard,
             bias=layer.bias,
@@ -121,22 +126,79 @@ def _loss(
     prepared = item.prepared
     if prepared is None:
         raise ValueError("this micro-batch was not prepared by the objective")
-    found = trained_logprobs(output, model, item.micro, head, objective.needs.entropy)
-    logprobs_T = found.logprobs
+    scale = item.scale / prepared.denominator
     if prepared.coefficients_T is not None:
-        loss_T = prepared.coefficients_T[item.micro.span].to(logprobs_T) * logprobs_T
+        loss = _score_loss(output, model, item, head, prepared.coefficients_T[item.micro.span], scale)
     else:
-        tokens = item.tokens.to(logprobs_T.device, logprobs_T.dtype)
-        outputs = Outputs(tokens, logprobs_T, found.entropy)
-        token_data = {k: v[item.micro.span].to(logprobs_T.device) for k, v in prepared.token_data.items()}
-        terms = objective.loss(outputs, prepared, token_data)
-        loss_T = terms.loss_T
-        item.metric_sums = {k: float(v.sum(dtype=torch.float64)) for k, v in terms.metrics.items()}
-    item.logprobs_T = logprobs_T.detach()
-    item.entropy_T = None if found.entropy is None else found.entropy.detach()
-    item.loss_sum = float(loss_T.detach().sum(dtype=torch.float64))
-    if item.group_weight_T is not None:
-        loss_T = loss_T * item.group_weight_T.to(loss_T)
-    # A filler's loss is an empty sum that hangs on the output: its backward pass keeps the ranks' collectives in step.
-    loss = loss_T.sum() * (item.scale / prepared.denominator)
+        loss = _differentiated_loss(output, model, item, head, objective, prepared, scale)
     return loss, torch.ones((), dtype=torch.int, device=loss.device), {"loss": loss.detach().clone()}
+
+
+def _score_loss(output: Tensor, model: Any, item: StepInput, head: HeadSettings, coefficients_T: Tensor, scale: float) -> Tensor:
+    """Known coefficients: the head's gradients are formed while its logits are at hand."""
+    weighted_T = coefficients_T if item.group_weight_T is None else coefficients_T * item.group_weight_T
+    if head.model_outputs == "logits":
+        logprobs_T = trained_logprobs(output, model, item.micro, head, entropy=False).logprobs
+        loss = (weighted_T.to(logprobs_T) * logprobs_T).sum() * scale
+    else:
+        layer = head_of(model)
+        weight = _called_weight(layer)
+        exact = torch.float64 if output.dtype == torch.float64 else torch.float32
+        coefficients_R = torch.zeros(item.micro.targets_R.numel(), dtype=exact, device=output.device)
+        coefficients_R[item.micro.rows_T] = weighted_T.to(coefficients_R)
+        found = linear_score_loss(
+            _rows(output),
+            weight,
+            item.micro.targets_R,
+            coefficients_R,
+            head.shard,
+            # What arrives at `found.loss` in the backward pass; Megatron multiplies the loss scale in (1 but for fp16).
+            scale=scale * _loss_scale(model),
+            bias=layer.bias,
+            temperature=head.temperature,
+            chunk_tokens=head.chunk_tokens,
+            sequence_parallel=head.sequence_parallel,
+        )
+        loss, logprobs_T = found.loss * scale, found.logprobs[item.micro.rows_T]
+    item.logprobs_T = logprobs_T.detach()
+    item.loss_sum = float((coefficients_T.to(item.logprobs_T) * item.logprobs_T).sum(dtype=torch.float64))
+    return loss
+
+
+def _differentiated_loss(
+    output: Tensor,
+    model: Any,
+    item: StepInput,
+    head: HeadSettings,
+    objective: Objective[Any],
+    prepared: Prepared,
+    scale: float,
+) -> Tensor:
+    """The objective's own terms, differentiated through the log-probs."""
+    found = trained_logprobs(output, model, item.micro, head, objective.needs.entropy)
+    tokens = item.tokens.to(found.logprobs.device, found.logprobs.dtype)
+    token_data = {k: v[item.micro.span].to(found.logprobs.device) for k, v in prepared.token_data.items()}
+    terms = objective.loss(Outputs(tokens, found.logprobs, found.entropy), prepared, token_data)
+    item.metric_sums = {k: float(v.sum(dtype=torch.float64)) for k, v in terms.metrics.items()}
+    item.logprobs_T = found.logprobs.detach()
+    item.entropy_T = None if found.entropy is None else found.entropy.detach()
+    item.loss_sum = float(terms.loss_T.detach().sum(dtype=torch.float64))
+    loss_T = terms.loss_T if item.group_weight_T is None else terms.loss_T * item.group_weight_T.to(terms.loss_T)
+    # A filler's loss is an empty sum that hangs on the output: its backward pass keeps the ranks' collectives in step.
+    return loss_T.sum() * scale
+
+
+def _rows(output: Tensor) -> Tensor:
+    """[R, .] from [B, S, .]: position-major, the order in which sequence parallelism cuts."""
+    return output.transpose(0, 1).reshape(-1, output.size(-1))
+
+
+def _called_weight(layer: Any) -> Tensor:
+    if layer.head_weight is None:
+        raise RuntimeError("the output layer was not called in this forward pass")
+    return layer.head_weight
+
+
+def _loss_scale(model: Any) -> float:
+    scale_func = get_model_config(model).grad_scale_func
+    return 1.0 if scale_func is None else float(scale_func(torch.ones(())))

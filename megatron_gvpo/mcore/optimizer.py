@@ -38,6 +38,9 @@ def make_training(
     """
     config = chunks[0].config
     bf16 = params_dtype == torch.bfloat16
+    # The objective divides by the global denominator, so gradients are summed over ranks and never divided again. DDP reads
+    # this when it is built.
+    config.calculate_per_token_loss = True
     if bf16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
@@ -85,8 +88,6 @@ def make_training(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run follows its config, the step count its checkpoint
     )
-    # The objective divides by the global denominator, so gradients are summed over ranks and never divided again.
-    config.calculate_per_token_loss = True
     config.finalize_model_grads_func = _finalize
     config.grad_scale_func = megatron.scale_loss
     if optimizer.overlap_grad_reduce:

@@ -30,6 +30,12 @@ class StepClock:
     def add(self, name: str, seconds: float) -> None:
         self._spent[name] = self._spent.get(name, 0.0) + seconds
 
+    def carry(self, name: str, seconds: float) -> None:
+        """Count seconds that were spent before this step began."""
+        if seconds:
+            self._start -= seconds
+            self.add(name, seconds)
+
     def move(self, source: str, target: str, seconds: float) -> None:
         """Credit `target` with seconds that were measured inside `source`."""
         self.add(source, -seconds)

@@ -49,7 +49,7 @@ class Exchange:
     def from_controller(
         self, produce: Callable[[], T], timed: AbstractContextManager[None] | None = None, *, raises: type[Exception] = Exception
     ) -> T:
-        """`produce()` on rank 0, its value on every rank; where it raises, rank 0 re-raises and the others get ControllerError."""
+        """`produce()` on rank 0, its value on every rank. Where it raises, rank 0 re-raises; the others get ControllerError."""
         with timed or nullcontext():
             if not self.is_controller:
                 return self._receive()
@@ -60,6 +60,16 @@ class Exchange:
                 raise
             self._send(value, None)
             return value
+
+    def local(self, produce: Callable[[], T]) -> T | None:
+        """`produce()` on rank 0, None elsewhere; where it raises, every rank stops (see `from_controller`)."""
+        made: list[T] = []
+
+        def make() -> None:
+            made.append(produce())
+
+        self.from_controller(make)
+        return made[0] if made else None
 
     def any(self, flag: bool) -> bool:
         """Whether any rank says so."""

@@ -1,0 +1,193 @@
+"""The synchronous loop: rollouts, optimizer steps, new weights to the servers, metrics; again.
+
+Every rank runs it. What only rank 0 knows reaches the others through the `Exchange`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.data.samples import Sample, write_samples
+from megatron_gvpo.report.names import SAMPLES_DIR
+from megatron_gvpo.train.clock import StepClock
+from megatron_gvpo.train.exchange import Exchange
+from megatron_gvpo.train.learn import Learned, Learner
+from megatron_gvpo.train.parity import logprob_difference, trainer_logprobs
+from megatron_gvpo.train.signals import StopRequest
+
+log = logging.getLogger(__name__)
+
+
+class SampleSource(Protocol):
+    """Rank 0's source of samples: live rollouts (`Controller`) or recorded ones (`Replay`)."""
+
+    def rollout(self, step: int, clock: StepClock) -> tuple[list[Sample], dict[str, float]]: ...
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]: ...
+
+
+@dataclass
+class Hooks:
+    """What the loop does not do itself. All collective; `push_weights` and `save` run on every rank.
+
+    write_row: rank 0's metrics sink. push_weights(version): the current weights to the servers. save(step): a checkpoint.
+    """
+
+    write_row: Callable[[int, dict[str, float]], None]
+    push_weights: Callable[[str], None]
+    save: Callable[[int], None]
+
+
+class Loop:
+    """Steps `first_step` to `train.steps` (counted from 1) of a run."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        exchange: Exchange,
+        learner: Learner,
+        source: SampleSource | None,
+        stop: StopRequest,
+        hooks: Hooks,
+    ) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.exchange = exchange
+        self.learner = learner
+        self.source = source
+        self.stop = stop
+        self.hooks = hooks
+        self.bad_in_a_row = 0
+        self.bad_steps = 0
+
+    def run(self, first_step: int, stop_after: int | None = None) -> bool:
+        """True when the run is done, False when it was saved because it was asked to stop.
+
+        stop_after: leave after this step, as if a signal had come then.
+        """
+        train, every = self.config.train, self.config.checkpoint.every
+        started = time.perf_counter()
+        carried = 0.0  # a checkpoint's time is in the next row: the row of a saved step must not come after the save
+        if first_step == 1:
+            self._evaluation_row(0)
+        for step in range(first_step, train.steps + 1):
+            clock = StepClock()
+            clock.carry("checkpoint", carried)
+            row = self._step(step, clock)
+            if step == train.steps or (train.eval_every and step % train.eval_every == 0):
+                with clock.part("eval"):
+                    row.update(self._evaluate())
+            leaving = self.exchange.any(self.stop.came) or step == stop_after
+            self.hooks.write_row(step, {**row, **clock.metrics()})
+            carried = 0.0
+            if step == train.steps or leaving or (every and step % every == 0):
+                begin = time.perf_counter()
+                self.hooks.save(step)
+                carried = time.perf_counter() - begin
+            if leaving and step < train.steps:
+                log.warning("saved after step %d of %d because of %s", step, train.steps, self.stop.name or "--stop-after")
+                return False
+        self._summary(time.perf_counter() - started)
+        return True
+
+    def _step(self, step: int, clock: StepClock) -> dict[str, float]:
+        samples, row = self.exchange.from_controller(lambda: self._bring(step, clock))
+        learned = self.learner.learn(samples, clock)
+        row.update(self._row(samples, learned))
+        self._count_bad(step, learned, samples)
+        with clock.part("sync"):
+            self.hooks.push_weights(str(step))
+        return row
+
+    def _bring(self, step: int, clock: StepClock) -> tuple[list[Sample], dict[str, float]]:
+        """Rank 0: the step's samples, written to the run directory before anything is trained on them."""
+        assert self.source is not None
+        samples, row = self.source.rollout(step, clock)
+        if self.config.log.dump_samples:
+            write_samples(self.run_dir / SAMPLES_DIR / f"step_{step:06d}.jsonl", samples)
+        return samples, row
+
+    def _row(self, samples: Sequence[Sample], learned: Learned) -> dict[str, float]:
+        responses = [len(s.response_ids) for s in samples]
+        row: dict[str, float] = {
+            "tokens/prompt": float(sum(len(s.prompt_ids) for s in samples)),
+            "tokens/response": float(sum(responses)),
+            "response/length": sum(responses) / max(len(responses), 1),
+            "response/cut": sum(s.finish_reason == "length" for s in samples) / max(len(samples), 1),
+            **{f"drop/{reason}": float(count) for reason, count in learned.dropped.items()},
+            **learned.metrics,
+        }
+        if learned.results:
+            last = learned.results[-1]
+            row.update({"loss": last.loss, "grad_norm": last.grad_norm, "lr": last.lr})
+            row.update({f"objective/{name}": value for name, value in last.metrics.items()})
+        if learned.batch is not None and "rollout_logprobs" in learned.batch.sequences.sums:
+            tokens = learned.batch.tokens
+            row.update(logprob_difference(learned.first_logprobs_T, tokens.signal("rollout_logprobs"), self.learner.engine.comm))
+            mean = row["logprob_diff/mean"]
+            if mean > self.config.rollout.logprob_alarm:
+                log.warning(
+                    "trainer and server log-probs differ by %.3g nats on average, above rollout.logprob_alarm = %.3g",
+                    mean,
+                    self.config.rollout.logprob_alarm,
+                )
+        return row
+
+    def _count_bad(self, step: int, learned: Learned, samples: Sequence[Sample]) -> None:
+        """Steps that updated nothing are counted; too many in a row end the run, with the batch that did it kept."""
+        refused = [r for r in learned.results if not r.accepted and r.why_not]
+        if not learned.results or (refused and "norm" not in refused[0].why_not):
+            log.warning("step %d trained on nothing: every sample was dropped or masked", step)
+        nonfinite = [r for r in refused if "norm" in r.why_not]
+        if not nonfinite:
+            self.bad_in_a_row = 0
+            return
+        self.bad_in_a_row += 1
+        self.bad_steps += 1
+        kept = self.run_dir / f"nonfinite_step_{step:06d}.jsonl"
+        if self.exchange.is_controller:
+            write_samples(kept, samples)
+        log.warning("step %d was skipped: %s; its batch is in %s (train --replay)", step, nonfinite[0].why_not, kept)
+        limit = self.config.train.max_bad_steps
+        if self.bad_in_a_row >= limit:
+            raise RuntimeError(
+                f"{limit} steps in a row had a gradient that is not finite (train.max_bad_steps): stopped at step {step}; "
+                f"the last batch is in {kept}"
+            )
+
+    def _evaluation_row(self, step: int) -> None:
+        clock = StepClock()
+        with clock.part("eval"):
+            row = self._evaluate()
+        if row:
+            self.hooks.write_row(step, {**row, **clock.metrics()})
+
+    def _evaluate(self) -> dict[str, float]:
+        """Held-out accuracy, and trainer against server log-probs on what was drawn for it, with the weights as they are."""
+
+        def evaluate() -> tuple[dict[str, float], list[Sample]]:
+            assert self.source is not None
+            metrics, samples = self.source.evaluate()
+            return metrics, samples[:64]
+
+        metrics, samples = self.exchange.from_controller(evaluate)
+        if samples:
+            found_T, tokens = trainer_logprobs(self.learner, samples)
+            differences = logprob_difference(found_T, tokens.signal("rollout_logprobs"), self.learner.engine.comm)
+            metrics.update({name.replace("logprob_diff", "eval/logprob_diff"): value for name, value in differences.items()})
+        return metrics
+
+    def _summary(self, seconds: float) -> None:
+        if self.exchange.is_controller:
+            summary: dict[str, Any] = {"train_seconds": seconds, "steps": self.config.train.steps, "skipped": self.bad_steps}
+            summary["torch"] = torch.__version__
+            (self.run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

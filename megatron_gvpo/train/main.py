@@ -1,0 +1,77 @@
+"""`megatron-gvpo train`: start the ranks, or be one of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_gvpo.config.schema import Config
+from megatron_gvpo.launch.local import is_rank, run_local_ranks
+
+
+class RunDirError(ValueError):
+    """The run directory holds a run already, or none to resume."""
+
+    exit_code = 2
+
+
+def run_dir_of(config: Config, config_path: Path) -> Path:
+    """`log.dir` with {name} (the config file's) and {seed} filled in."""
+    return Path(config.log.dir.replace("{name}", config_path.stem).replace("{seed}", str(config.train.seed)))
+
+
+def train(
+    config: Config,
+    config_path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    fresh: bool = False,
+    replay: Path | None = None,
+    stop_after: int | None = None,
+) -> int:
+    """Run the config and return the exit code: 0 done, 85 saved on a signal, 2 wrong input, 1 anything else.
+
+    Under torchrun or srun this process is one rank; else it starts `parallel.gpus_per_node` ranks on this machine and waits for
+    them. resume: go on from the run directory's newest checkpoint. fresh: empty the run directory first.
+    """
+    run_dir = run_dir_of(config, config_path)
+    if not is_rank(os.environ):
+        _prepare(run_dir, config_path, resume=resume, fresh=fresh)
+        command = [sys.executable, "-m", "megatron_gvpo.cli", "train", str(config_path)]
+        for setting in overrides:
+            command += ["--set", setting]
+        command += ["--resume"] if resume else []
+        command += ["--replay", str(replay)] if replay else []
+        command += ["--stop-after", str(stop_after)] if stop_after is not None else []
+        code = run_local_ranks(command, config.parallel.world_size, {}, run_dir / "logs")
+        if code == 0 and config.log.report:
+            _report(run_dir)
+        return code
+    from megatron_gvpo.train.rank import Options, run_rank
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    return run_rank(config, run_dir, Options(resume=resume, replay=replay, stop_after=stop_after))
+
+
+def _prepare(run_dir: Path, config_path: Path, *, resume: bool, fresh: bool) -> None:
+    """An empty run directory, or the one to resume; the config is kept beside what it made."""
+    if fresh and resume:
+        raise RunDirError("--fresh and --resume contradict each other: give one")
+    if fresh and run_dir.exists():
+        shutil.rmtree(run_dir)
+    if not resume and (run_dir / "metrics.jsonl").exists():
+        raise RunDirError(f"{run_dir}: holds a run already: give --resume to go on, --fresh to delete it, or another log.dir")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "samples").mkdir(exist_ok=True)
+    shutil.copyfile(config_path, run_dir / "config.yaml")
+
+
+def _report(run_dir: Path) -> None:
+    from megatron_gvpo.report.run_report import write_report
+
+    print(f"report: {write_report(run_dir)}", file=sys.stderr)
