@@ -33,17 +33,8 @@ class Finished:
     state_RS: Tensor
 
 
-class RowOp(ABC):
-    """One computation over rows of logits. Row-wise tensors that an op holds have one entry for each of the R rows."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What autograd keeps for backward."""
-
-    @abstractmethod
-    def recipe(self) -> Callable[[tuple[Any, ...]], RowOp]:
-        """Makes the same operation of the tensors that autograd gives back; holds no tensor itself."""
+class Reduction(ABC):
+    """Rows of logits reduced to a few results. Row-wise tensors that it holds have one entry for each of the R rows."""
 
     @property
     def bytes_per_column(self) -> int:
@@ -55,7 +46,7 @@ class RowOp(ABC):
         """Scratch bytes that do not depend on the chunk."""
         return 0
 
-    def open(self, rows: Rows, capacity: int) -> RowOp:
+    def open(self, rows: Rows, capacity: int) -> Reduction:
         """The operation made ready for one pass in chunks of at most `capacity` rows."""
         return self
 
@@ -66,6 +57,22 @@ class RowOp(ABC):
     @abstractmethod
     def finish(self, partial_RN: Tensor, first: int) -> Finished:
         """Combine the ranks' partial results of rows [first, first + R). One gather; every rank gets the same bits."""
+
+
+class RowOp(Reduction):
+    """A reduction with a gradient."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What autograd keeps for backward."""
+
+    @abstractmethod
+    def recipe(self) -> Callable[[tuple[Any, ...]], RowOp]:
+        """Makes the same operation of the tensors that autograd gives back; holds no tensor itself."""
+
+    def open(self, rows: Rows, capacity: int) -> RowOp:
+        return self
 
     @abstractmethod
     def gradient_(self, z_CV: Tensor, first: int, state_CS: Tensor, grads: tuple[Tensor | None, ...]) -> None:
@@ -91,19 +98,10 @@ class Pass:
 
     @property
     def step(self) -> int:
-        """Rows a chunk; the same on every rank of the tensor-parallel group."""
-        per_column = self.source.bytes_per_column + self.op.bytes_per_column
-        fixed = self.source.fixed_bytes + self.op.fixed_bytes
-        return self.chunking.rows_per_chunk(self.source.shard, self.source.device, per_column, fixed)
+        return rows_per_chunk(self.source, self.op, self.chunking)
 
     def forward(self) -> Finished:
-        """All rows' results, by chunks."""
-        reader = self.source.open(self.rows, self.step)
-        op = self.op.open(self.rows, self.step)
-        partials = [op.partial(reader.chunk(a, b), a) for a, b in spans(self.rows.count, self.step)]
-        if not partials:  # an op knows its own shapes: ask it about no rows
-            partials = [op.partial(reader.chunk(0, 0), 0)]
-        return op.finish(partials[0] if len(partials) == 1 else torch.cat(partials), 0)
+        return reduce_rows(self.source, self.op, self.rows, self.chunking)
 
     def backward(self, state_RS: Tensor, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
         """Gradients of the source's tensors from gradients [R] of the results."""
@@ -118,6 +116,23 @@ class Pass:
         if isinstance(reader, HeadReader):
             reader.announce()
         return reader.gradients()
+
+
+def rows_per_chunk(source: Source, op: Reduction, chunking: Chunking) -> int:
+    """Rows a chunk; the same on every rank of the tensor-parallel group."""
+    per_column = source.bytes_per_column + op.bytes_per_column
+    return chunking.rows_per_chunk(source.shard, source.device, per_column, source.fixed_bytes + op.fixed_bytes)
+
+
+def reduce_rows(source: Source, op: Reduction, rows: Rows, chunking: Chunking) -> Finished:
+    """All rows' results [R], by chunks, without gradient."""
+    step = rows_per_chunk(source, op, chunking)
+    reader = source.open(rows, step)
+    op = op.open(rows, step)
+    partials = [op.partial(reader.chunk(a, b), a) for a, b in spans(rows.count, step)]
+    if not partials:  # an operation knows its own shapes: ask it about no rows
+        partials = [op.partial(reader.chunk(0, 0), 0)]
+    return op.finish(partials[0] if len(partials) == 1 else torch.cat(partials), 0)
 
 
 def run(source: Source, op: RowOp, rows: Rows, chunking: Chunking) -> tuple[Tensor, ...]:

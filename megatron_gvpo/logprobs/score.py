@@ -19,7 +19,8 @@ from megatron_gvpo.logprobs.row_op import Pass, ScoreOp
 from megatron_gvpo.logprobs.rows import Chunking, block_rows, rows_with_targets, spans
 from megatron_gvpo.logprobs.shard import VocabShard
 from megatron_gvpo.logprobs.source import HeadSource
-from megatron_gvpo.logprobs.token_op import TokenOp
+from megatron_gvpo.logprobs.support import Support
+from megatron_gvpo.logprobs.token import target_op
 from megatron_gvpo.logprobs.weight_grad import WeightGrad, announce, resolve
 
 
@@ -45,6 +46,7 @@ def linear_score_loss(
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,
     sequence_parallel: bool = False,
+    support: Support | None = None,
     weight_grad: WeightGrad = "auto",
 ) -> ScoreLoss:
     """sum_t coefficients_t * logprob_t, its gradients formed in this very call.
@@ -60,7 +62,7 @@ def linear_score_loss(
     rows = rows_with_targets(targets, shard.size, source.total, temperature)
     if coefficients.shape != targets.shape:
         raise ValueError(f"coefficients must have shape {list(targets.shape)}, not {list(coefficients.shape)}")
-    op = TokenOp(shard, rows.take(targets), entropy)
+    op = target_op(shard, targets, rows, entropy, support)
     return score_loss(Pass(source, op, rows, Chunking(chunk_tokens, memory_budget)), coefficients, scale)
 
 

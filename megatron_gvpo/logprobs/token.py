@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megatron_gvpo.logprobs.row_op import RowOp, run
+from megatron_gvpo.logprobs.row_op import ScoreOp, run
 from megatron_gvpo.logprobs.rows import Chunking, Rows, rows_with_targets
 from megatron_gvpo.logprobs.shard import VocabShard
 from megatron_gvpo.logprobs.source import HeadSource, LogitsSource, Source
+from megatron_gvpo.logprobs.support import Support, support_op
 from megatron_gvpo.logprobs.token_op import TokenOp
 from megatron_gvpo.logprobs.weight_grad import WeightGrad, resolve
 
@@ -30,6 +31,7 @@ def token_logprobs(
     entropy: bool = False,
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,
+    support: Support | None = None,
 ) -> TokenLogprobs:
     """log softmax(logits / temperature)[target] of every position, the same on every rank of `shard.group`.
 
@@ -37,11 +39,12 @@ def token_logprobs(
     one, whose results are 0 and whose gradient is exactly 0. temperature: a number or [T], without gradient.
     Results: [T] float32, float64 for float64 logits; differentiable with respect to `logits`, each rank getting its
     shard of the gradient that one process would compute. At most `chunk_tokens` positions are handled at a time, or as
-    many as fit into `memory_budget` bytes. ValueError for a wrong width or a target outside the vocabulary.
+    many as fit into `memory_budget` bytes. With `support`, probabilities are normalised over the ids kept at each
+    position (see `Support`). ValueError for a wrong width or a target outside the vocabulary.
     """
     source = LogitsSource(shard, logits)
     rows = rows_with_targets(targets, shard.size, source.total, temperature)
-    return _results(source, targets, rows, entropy, Chunking(chunk_tokens, memory_budget))
+    return _results(source, targets, rows, entropy, support, Chunking(chunk_tokens, memory_budget))
 
 
 def linear_token_logprobs(
@@ -56,6 +59,7 @@ def linear_token_logprobs(
     chunk_tokens: int | None = None,
     memory_budget: int | None = None,
     sequence_parallel: bool = False,
+    support: Support | None = None,
     weight_grad: WeightGrad = "auto",
 ) -> TokenLogprobs:
     """`token_logprobs` of hidden weight^T + bias, without ever holding those logits.
@@ -69,9 +73,17 @@ def linear_token_logprobs(
     """
     source = HeadSource(shard, hidden, weight, bias, sequence_parallel, resolve(weight_grad, weight))
     rows = rows_with_targets(targets, shard.size, source.total, temperature)
-    return _results(source, targets, rows, entropy, Chunking(chunk_tokens, memory_budget))
+    return _results(source, targets, rows, entropy, support, Chunking(chunk_tokens, memory_budget))
 
 
-def _results(source: Source, targets_T: Tensor, rows: Rows, entropy: bool, chunking: Chunking) -> TokenLogprobs:
-    op: RowOp = TokenOp(source.shard, rows.take(targets_T), entropy)
-    return TokenLogprobs(*run(source, op, rows, chunking))
+def _results(
+    source: Source, targets_T: Tensor, rows: Rows, entropy: bool, support: Support | None, chunking: Chunking
+) -> TokenLogprobs:
+    return TokenLogprobs(*run(source, target_op(source.shard, targets_T, rows, entropy, support), rows, chunking))
+
+
+def target_op(shard: VocabShard, targets_T: Tensor, rows: Rows, entropy: bool, support: Support | None) -> ScoreOp:
+    """The operation that gives the targets' log-probs, over the whole vocabulary or over the kept ids."""
+    if support is not None:
+        return support_op(shard, targets_T, support, rows, entropy)
+    return TokenOp(shard, rows.take(targets_T), entropy)
