@@ -177,6 +177,7 @@ class LocalServer:
                     if status == 200:
                         left = max(1.0, deadline - time.monotonic())
                         if http.post("/generate", json=one_token, timeout=left).status_code == 200:
+                            self._log_text()
                             return True
                 except httpx.TransportError:
                     pass  # not listening yet
@@ -202,9 +203,17 @@ class LocalServer:
             self._scratch = None
 
     def _log_text(self) -> str:
-        with self.log_path.open("rb") as log:
+        """What this start logged. SGLang logs all its arguments, so the key is blotted out, in the file too."""
+        key, blot = self.api_key.encode(), b"*" * len(self.api_key)
+        with self.log_path.open("r+b") as log:
             log.seek(self._log_start)
-            return log.read().decode(errors="replace")
+            text = log.read()
+            at = text.find(key)
+            while at >= 0:
+                log.seek(self._log_start + at)
+                log.write(blot)  # in place and of the same length: the server goes on appending
+                at = text.find(key, at + len(key))
+        return text.replace(key, blot).decode(errors="replace")
 
     def _log_tail(self) -> str:
         lines = [line.strip() for line in self._log_text().splitlines() if line.strip()]
