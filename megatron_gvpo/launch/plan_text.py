@@ -26,8 +26,8 @@ def plan_text(plan: dict[str, Any]) -> str:
     header = [f"{'stage':>5}", f"{'layers':>6}", *(f"{part:>11}" for part in parts), f"{'total':>8}"]
     lines += ["", "GiB a rank, by pipeline stage", "  ".join(header)]
     for stage in plan["stages"]:
-        numbers = [f"{stage['memory_gib'][part]:11.2f}" for part in parts]
-        row = [f"{stage['stage']:5}", f"{stage['layers']:6}", *numbers, f"{stage['memory_gib_total']:8.2f}"]
+        numbers = [f"{stage['memory_gib'][part]:11.3g}" for part in parts]
+        row = [f"{stage['stage']:5}", f"{stage['layers']:6}", *numbers, f"{stage['memory_gib_total']:8.3g}"]
         mark = "  <- largest" if stage["stage"] == plan["largest_stage"] and len(plan["stages"]) > 1 else ""
         lines.append("  ".join(row) + mark)
     lines.append(
