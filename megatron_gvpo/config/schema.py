@@ -150,7 +150,7 @@ class RewardSection(Section):
     name: str = Field(default="exact", description="exact, math_verify, reasoning_gym, or module:function")
     extract: Literal["all", "last_number", "boxed", "answer_tag"] = Field(default="all", description="part of the text scored")
     timeout_s: float = Field(default=10.0, gt=0, description="seconds for one response; past it the reward is 0 and counted")
-    workers: int = Field(default=0, ge=0, description="processes that score; 0: in the controller")
+    workers: int = Field(default=0, ge=0, description="processes that score; 0: one, and `exact` in the controller itself")
 
 
 class OptimizerSection(Section):
