@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_gvpo.config.facts import Facts, Problem, installed, wrong
+from megatron_gvpo.config.facts import PROMPT_FILES, Facts, Problem, installed, wrong
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -22,7 +22,7 @@ def problems(facts: Facts) -> Iterator[Problem]:
         yield from _tokenizer(facts)
     for key in ("train", "eval"):
         value = getattr(config.data, key)
-        if value.endswith((".jsonl", ".parquet")) and not Path(value).is_file():
+        if value.endswith(PROMPT_FILES) and not Path(value).is_file():
             yield wrong(f"no such file: {Path(value).absolute()}", f"data.{key}")
         elif value.startswith("reasoning_gym:") and not installed("reasoning_gym"):
             yield wrong("the package reasoning-gym is not installed", f"data.{key}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from megatron_gvpo.config.facts import Facts, Problem, wrong
+from megatron_gvpo.config.facts import PROMPT_FILES, Facts, Problem, wrong
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.config.wording import did_you_mean
 
@@ -67,7 +67,7 @@ def _data(facts: Facts) -> Iterator[Problem]:
         if value.startswith("reasoning_gym:"):
             if not value.partition(":")[2]:
                 yield wrong("names no task: reasoning_gym:TASK", f"data.{key}")
-        elif value and not value.endswith((".jsonl", ".parquet")):
+        elif value and not value.endswith(PROMPT_FILES):
             yield wrong(f"must be FILE.jsonl, FILE.parquet or reasoning_gym:TASK, got {value!r}", f"data.{key}")
     if config.train.eval_every and not data.eval:
         yield wrong("there is nothing to evaluate on: set data.eval", "train.eval_every")

@@ -12,6 +12,9 @@ from megatron_gvpo.config.needs import Needs
 from megatron_gvpo.config.objectives import ObjectiveConfig, objective_config
 from megatron_gvpo.config.schema import Config
 
+PROMPT_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
+"""The endings by which the data room knows a file of prompts."""
+
 
 @dataclass(frozen=True)
 class Problem:
