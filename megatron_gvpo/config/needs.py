@@ -43,3 +43,6 @@ class Needs:
     denominator: Denominator = "tokens"
     groups: bool = False
     """True where the loss couples the responses of a group."""
+    old_cancels: bool = False
+    """True where `current` and `old` are used through their difference alone: with one optimizer step per rollout batch it is 0,
+    and the pass that computes them can be left out."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -89,6 +89,7 @@ class GvpoConfig(ObjectiveConfig):
             full_support=True,
             denominator="groups",
             groups=True,
+            old_cancels=self.reference == "old",
         )
 
 
@@ -278,7 +279,9 @@ class GspoConfig(ClippedConfig):
     clip_high: float = Field(default=4e-4, ge=0, description="the ratio is clipped above 1 + clip_high")
 
     def needs(self) -> Needs:
-        return self._needs("sequences", current=True)
+        # The KL and the importance weights look at log-probs themselves.
+        cancels = self.kl_coef == 0 and self.tis == "none"
+        return replace(self._needs("sequences", current=True), old_cancels=cancels)
 
 
 class CispoConfig(RatioConfig):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -43,10 +43,11 @@ class SampleLike(Protocol):
 
 @dataclass(frozen=True)
 class Dropped:
-    """A sample that takes no part in the step: its place in the input, and why."""
+    """A sample that takes no part in the step: its place in the input, why, and the reason under which it is counted."""
 
     index: int
     why: str
+    reason: Literal["empty", "small_group"]
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,10 @@ class SequenceTable:
         low_G = self._extreme(values_N, "amin")
         # A sum of n equal floats divided by n is not that float; the difference would pass for a spread.
         return torch.where(low_G == self._extreme(values_N, "amax"), low_G, mean_G)[self.group_N]
+
+    def group_max_N(self, values_N: Tensor) -> Tensor:
+        """[N]: the largest of each sequence's group."""
+        return self._extreme(values_N, "amax")[self.group_N]
 
     def group_is_flat_N(self, values_N: Tensor) -> Tensor:
         """[N] bool: whether all values of the sequence's group are equal (max == min, before any arithmetic)."""
@@ -156,7 +161,7 @@ class Batch:
 
 def kept_samples(samples: Sequence[SampleLike], min_group_size: int) -> tuple[list[int], list[Dropped]]:
     """Which samples take part: those with an unmasked token, in groups of at least `min_group_size` of such."""
-    dropped = [Dropped(i, "no unmasked response token") for i, s in enumerate(samples) if not any(s.mask)]
+    dropped = [Dropped(i, "no unmasked response token", "empty") for i, s in enumerate(samples) if not any(s.mask)]
     empty = {d.index for d in dropped}
     sizes: dict[str, int] = {}
     for i, s in enumerate(samples):
@@ -168,7 +173,7 @@ def kept_samples(samples: Sequence[SampleLike], min_group_size: int) -> tuple[li
             continue
         if sizes[s.group] < min_group_size:
             why = f"its group {s.group!r} is left with {sizes[s.group]}, and the objective needs {min_group_size}"
-            dropped.append(Dropped(i, why))
+            dropped.append(Dropped(i, why, "small_group"))
         else:
             kept.append(i)
     return kept, sorted(dropped, key=lambda d: d.index)

@@ -47,8 +47,7 @@ class Learner:
         samples, dropped = self._admit(samples)
         kept, rejected = kept_samples(samples, self.objective.needs.min_group_size)
         for drop in rejected:
-            reason = "empty" if "token" in drop.why else "small_group"
-            dropped[reason] = dropped.get(reason, 0) + 1
+            dropped[drop.reason] = dropped.get(drop.reason, 0) + 1
         if not kept:
             return Learned([], None, torch.zeros(0, dtype=torch.float64), dropped, {})
         share = self.cut(samples, kept)
@@ -113,8 +112,7 @@ class Learner:
         With one optimizer step per rollout batch the pass that computes them then changes nothing but the logged variances, for
         which the server's log-probs stand in.
         """
-        needs = self.objective.needs
-        return self.config.train.optimizer_steps == 1 and needs.current and needs.old and not (needs.rollout or needs.reference)
+        return self.config.train.optimizer_steps == 1 and self.objective.needs.old_cancels
 
     def _fixed_signals(self, samples: Sequence[Sample], kept: Sequence[int], share: RankBatch) -> dict[str, Tensor]:
         """What stays the same over the batch's optimizer steps: log-probs of the old policy and of the reference."""

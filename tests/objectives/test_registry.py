@@ -125,3 +125,16 @@ def test_needs_follow_the_options() -> None:
     assert needs("gvpo_opd", teacher_coef=0.1).rewards
     assert needs("opd", baseline="kl").teacher == "topk"
     assert needs("gkd", teacher="full").teacher == "full"
+
+
+def test_only_differences_of_current_and_old_let_the_first_pass_go() -> None:
+    """`old_cancels` saves a pass; wherever log-probs are used by themselves it would be wrong."""
+
+    def cancels(name: str, **options: Any) -> bool:
+        return objective_config(name, options).needs().old_cancels
+
+    assert {n for n in BUILTIN_CONFIGS if cancels(n)} == {"gvpo", "gspo"}
+    assert not cancels("gvpo", reference="rollout")
+    assert not cancels("gvpo_opd", teacher_coef=0.1)
+    assert not cancels("gspo", kl_coef=0.1)
+    assert not cancels("gspo", tis="token")
