@@ -11,6 +11,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -239,7 +245,24 @@ def _chunk(config: TransformerConfig, facts: ModelFacts, ranks: Ranks, stage: in
     # Megatron knows Llama 3's scaling with one fixed set of its four numbers; here they are the model's own.
     chunk.rotary_pos_emb.inv_freq = rotary_frequencies(shape).to(ranks.device)
     chunk.facts = facts  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    _mark_partitions(chunk)
     return chunk.to(ranks.device)
+
+
+def _mark_partitions(chunk: GPTModel) -> None:
+    """Megatron marks a weight as partitioned only where it also initialises it, and takes one without the mark for a copy of
+    rank 0's: it would be left out of the gradient norm on all other tensor-parallel ranks, and clipping would be wrong.
+    """
+    for module in chunk.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear)):
+            dim = 0
+        elif isinstance(module, RowParallelLinear):
+            dim = 1
+        else:
+            continue
+        if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(weight, True, dim, 1)
 
 
 def _recompute(model: ModelSection) -> dict[str, Any]:

@@ -30,6 +30,11 @@ MODELS: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "qwen3": ("qwen3", False, {}),
     "qwen3-tied": ("qwen3", True, {}),
 }
+# Four key-value heads, for what is cut over four tensor-parallel ranks.
+FOUR_HEADS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "llama-four": ("llama", False, {}),
+    "llama-four-tied": ("llama", True, {}),
+}
 
 
 def make_hf(folder: Path, name: str, layers: int = 4, shard: str = "50GB") -> Path:
@@ -37,7 +42,7 @@ def make_hf(folder: Path, name: str, layers: int = 4, shard: str = "50GB") -> Pa
     import torch
     import transformers
 
-    family, tied, scaling = MODELS[name]
+    family, tied, scaling = (MODELS | FOUR_HEADS)[name]
     config_class, model_class = {
         "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
@@ -50,7 +55,7 @@ def make_hf(folder: Path, name: str, layers: int = 4, shard: str = "50GB") -> Pa
         "intermediate_size": 96,
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_key_value_heads": 4 if name in FOUR_HEADS else 2,
         "max_position_embeddings": 256,
         "tie_word_embeddings": tied,
         "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, **scaling},
@@ -87,26 +92,26 @@ def logits(chunks: list[Any], ids: Any, ranks: Any) -> Any:
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    positions = torch.arange(ids.size(1)).expand(ids.size(0), -1).contiguous()
+    positions = torch.arange(ids.size(1)).unsqueeze(0)
+    rows = list(ids.split(1))  # virtual stages want at least as many micro-batches as there are stages
 
     def forward_step(iterator: Any, model: Any) -> Any:
-        next(iterator)
-        return model(ids, positions, None), lambda output, non_loss_data=True: output
+        return model(next(iterator), positions, None), lambda output, non_loss_data=True: output
 
     with torch.no_grad():
         found = get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=[iter([None]) for _ in chunks] if len(chunks) > 1 else iter([None]),
+            data_iterator=[iter(rows) for _ in chunks] if len(chunks) > 1 else iter(rows),
             model=chunks if len(chunks) > 1 else chunks[0],
-            num_microbatches=1,
+            num_microbatches=len(rows),
             seq_length=ids.size(1),
-            micro_batch_size=ids.size(0),
+            micro_batch_size=1,
             forward_only=True,
             collect_non_loss_data=True,
         )
     if not ranks.is_last_stage:
         return None
-    (mine,) = found
+    mine = torch.cat(found)
     shards = [torch.empty_like(mine) for _ in range(ranks.tensor.size)]
-    dist.all_gather(shards, mine.contiguous(), group=ranks.tensor.group)
+    dist.all_gather(shards, mine, group=ranks.tensor.group)
     return torch.cat(shards, dim=-1)
