@@ -69,7 +69,7 @@ def build_model(
 ) -> list[GPTModel]:
     """This rank's model chunks (one, or `virtual_pipeline` of them), unwrapped, on the rank's device, in training mode.
 
-    With `model.init: pretrained` the weights are not initialised, since every one is loaded. params_dtype: in place of
+    The weights are NOT initialised: fill them by `load_hf` or `init_random`. params_dtype: in place of
     precision.params, for the float64 models of tests. ValueError (ShapeError for the folder), one line, for what cannot be built.
     """
     shape = read_shape(model.path)
@@ -128,7 +128,8 @@ def transformer_config(
         "batch_p2p_comm": False,
         "overlap_p2p_comm": ranks.virtual_pipeline is not None and not ranks.cpu,
         "deallocate_pipeline_outputs": parallel.pipeline > 1,
-        "perform_initialization": model.init == "random",
+        # Every weight is filled afterwards, from a folder or at random, in the same way for every layout.
+        "perform_initialization": False,
         "use_cpu_initialization": ranks.cpu,
         # Fused kernels of Transformer Engine and of torch.compile; none of them runs on a CPU.
         "bias_activation_fusion": not ranks.cpu,
