@@ -1,7 +1,7 @@
 """The objective, hooked into Megatron-Core's schedules through `forward_step`.
 
-What the schedule differentiates is  sum over this micro-batch's tokens of (group weight * loss term) / global denominator, so that
-gradients summed over micro-batches and over data- and context-parallel ranks are the gradient of the global loss.
+What the schedule differentiates is the sum over a micro-batch's tokens of (group weight * loss term) / global denominator, so
+that gradients summed over micro-batches and over data- and context-parallel ranks are the gradient of the global loss.
 """
 
 from __future__ import annotations

@@ -104,13 +104,17 @@ class Controller:
             found[group.index] = group.samples
         for index, prompt in enumerate(prompts):
             for sample in found[index]:
-                sample.meta = {"prompt": prompt.id, **({"domain": prompt.domain} if prompt.domain else {})}
+                sample.meta = {
+                    "prompt": prompt.id,
+                    "prompt_text": prompt.text,
+                    **({"domain": prompt.domain} if prompt.domain else {}),
+                }
         return [found[i] for i in range(len(prompts))]
 
     def _score(self, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[list[Score]]:
         """Scores by group; each sample gets its reward and the text that was judged."""
         flat = [(prompt, sample) for prompt, group in zip(prompts, samples, strict=True) for sample in group]
-        texts = [self.tokenizer.decode(sample.response_ids, skip_special_tokens=True) for _, sample in flat]
+        texts = [str(self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)) for _, sample in flat]
         scores = self.scorer.score([prompt for prompt, _ in flat], texts)
         for (_, sample), text, score in zip(flat, texts, scores, strict=True):
             sample.reward = score.reward

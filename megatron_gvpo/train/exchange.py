@@ -40,7 +40,9 @@ class Exchange:
 
     def __init__(self, config: Config) -> None:
         self.rank = dist.get_rank()
-        self._group = dist.new_group(backend="gloo", timeout=patience(config))
+        group = dist.new_group(backend="gloo", timeout=patience(config))
+        assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+        self._group = group
 
     @property
     def is_controller(self) -> bool:
