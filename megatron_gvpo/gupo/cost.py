@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from megatron_gvpo.config.schema import GupoSection
 
-# Rows of the layer on which sigma's medians are taken, at most.
-MEDIAN_ROWS = 1024
+# Rows of the layer on which sigma's medians are taken at most, and evidence is averaged at least.
+SAMPLED_ROWS = 1024
 # Elements of a block of the layer's gradient on a CPU: the running sums of a block should stay in its cache.
 _CPU_BLOCK = 1 << 17
 _SUMS = 4  # buffers of running sums
@@ -18,7 +18,12 @@ _SUMS = 4  # buffers of running sums
 
 def median_rows(vocabulary: int) -> int:
     """Rows of the layer on which medians are taken."""
-    return min(vocabulary, MEDIAN_ROWS)
+    return min(vocabulary, SAMPLED_ROWS)
+
+
+def evidence_rows(gupo: GupoSection, vocabulary: int) -> int:
+    """Rows of the layer on which evidence is averaged: the share asked for, but never a handful of a small layer's."""
+    return max(round(gupo.rows * vocabulary), min(vocabulary, SAMPLED_ROWS))
 
 
 def one_pass(gupo: GupoSection) -> bool:
@@ -48,7 +53,8 @@ def head_products(gupo: GupoSection, vocabulary: int, in_one_pass: bool | None =
     samples = gupo.samples
     if one_pass(gupo) if in_one_pass is None else in_one_pass:
         return Products(2.0, 0.0, 2.0 * samples, 0.0)
-    return Products(2.0, samples, 2.0 * samples * gupo.rows, 2.0 * samples * median_rows(vocabulary) / vocabulary)
+    rows, medians = evidence_rows(gupo, vocabulary) / vocabulary, median_rows(vocabulary) / vocabulary
+    return Products(2.0, samples, 2.0 * samples * rows, 2.0 * samples * medians)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_gvpo.config.schema import GupoSection
 from megatron_gvpo.gupo.coefficients import coefficients_of, coefficients_under, prepared_under, why_not
-from megatron_gvpo.gupo.cost import MemoryPlan, memory_plan, one_pass
+from megatron_gvpo.gupo.cost import MemoryPlan, evidence_rows, memory_plan, one_pass
 from megatron_gvpo.gupo.diagnostics import GradientGeometry, GradientSketches, geometry
 from megatron_gvpo.gupo.evidence import EvidenceSum, MedianSample, evidence_sum, mean_evidence, median_over_ranks
 from megatron_gvpo.gupo.fisher import diagonal_fisher
@@ -136,7 +136,7 @@ class _Evidence:
         self.active_G, self.unit = active_G, unit
         self.groups = batch.sequences.groups
         self.medians_at = MedianSample.draw(head.shard, head.hidden_size, mix(seed, 1), head.device)
-        self.count = max(1, round(gupo.rows * head.shard.size))
+        self.count = evidence_rows(gupo, head.shard.size)
         rows = one_of_each_stratum(head.shard.size, self.count, mix(seed, 2))
         self.rows = rows_of_shard(rows, head.shard, head.device)
         self.sketches = GradientSketches(self.groups, head.shard, head.hidden_size, mix(seed, 3), head.dtype, head.device)

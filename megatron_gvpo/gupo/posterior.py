@@ -90,8 +90,8 @@ def _row_spans(matrix_VH: Tensor) -> list[tuple[int, int]]:
 def noise_into(out_RH: Tensor, seed: int, sample: int, first_row: int) -> Tensor:
     """Standard normal noise of rows [first_row, first_row + R) of the whole layer, for posterior sample `sample`.
 
-    A function of (seed, sample, global row) alone, so that every split of the layer over ranks gets the same noise; CPU and
-    CUDA, float32 and float64, have streams of their own. out: contiguous [R, H], float32 or float64.
+    A function of (seed, sample, global row) alone, so that every split of the layer over ranks gets the same noise; drawn in
+    float32 whatever the dtype of `out` (contiguous [R, H]). CPU and CUDA have streams of their own.
     """
     count, hidden = out_RH.shape
     generator = torch.Generator(device=out_RH.device)
@@ -99,10 +99,10 @@ def noise_into(out_RH: Tensor, seed: int, sample: int, first_row: int) -> Tensor
     for block in range(first_row // NOISE_ROWS, -(-stop // NOISE_ROWS)):
         generator.manual_seed(_seed(seed, sample, block))
         a, b = block * NOISE_ROWS, (block + 1) * NOISE_ROWS
-        if a >= first_row and b <= stop:
+        if a >= first_row and b <= stop and out_RH.dtype == torch.float32:
             torch.randn((NOISE_ROWS, hidden), generator=generator, out=out_RH[a - first_row : b - first_row])
         else:
-            whole = torch.randn((NOISE_ROWS, hidden), generator=generator, dtype=out_RH.dtype, device=out_RH.device)
+            whole = torch.randn((NOISE_ROWS, hidden), generator=generator, dtype=torch.float32, device=out_RH.device)
             keep = slice(max(a, first_row), min(b, stop))
             out_RH[keep.start - first_row : keep.stop - first_row] = whole[keep.start - a : keep.stop - a]
     return out_RH

@@ -110,7 +110,7 @@ def padded_shard(
 ) -> tuple[Tensor, VocabShard]:
     """This rank's rows of the layer, padded with rows of nonsense, and the shard."""
     shard = VocabShard.of(rank, world, VOCAB, padded, group)
-    weight = torch.full((padded, HIDDEN), 7.0, dtype=torch.float64)
+    weight = torch.full((padded, HIDDEN), 7.0, dtype=case.weight_VH.dtype)
     weight[:VOCAB] = case.weight_VH
     return weight[shard.start : shard.stop].clone(), shard
 
@@ -127,11 +127,12 @@ def measured(
     shard: VocabShard | None = None,
     context: dist.ProcessGroup | None = None,
     chunk_bytes: int | None = None,
+    padded: int = 28,
 ) -> Measurement:
     """rows_T: the tokens that this rank holds (all of them by default)."""
     rows_T = torch.arange(len(case.targets_T)) if rows_T is None else rows_T
     if shard is None:
-        weight, shard = padded_shard(case, 0, 1, None)
+        weight, shard = padded_shard(case, 0, 1, None, padded)
     assert weight is not None
     local = case.batch.tokens.select(rows_T)
     tokens, table = deal_groups(case.hidden_TH[rows_T], case.targets_T[rows_T], local, case.batch.sequences, context)
