@@ -39,12 +39,12 @@ class RolloutEngine:
             )
             for endpoint in endpoints
         ]
+        self.pool = ServerPool(clients, rollout.servers.concurrency)
         self._loop = LoopThread()
         try:
-            self.pool = ServerPool(clients, rollout.servers.concurrency)
             self._loop.run(self.pool.probe())
         except BaseException:
-            self._loop.close()
+            self.close()
             raise
         self.weights = WeightControl(self._loop, self.pool, rollout.sync_timeout_s)
 

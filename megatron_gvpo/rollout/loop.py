@@ -54,8 +54,20 @@ class LoopThread:
             self.run(close())
 
     def close(self) -> None:
-        """Stop the loop and wait for its thread."""
+        """Cancel what still runs, stop the loop and wait for its thread."""
+        self.run(_finish())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10.0)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+async def _finish() -> None:
+    """End all other tasks and generators, and let sockets that are being closed say goodbye: a transport that outlives its loop
+    raises in the garbage collector, at some later place that has nothing to do with it."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+    await asyncio.sleep(0.01)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
-from torch.distributed import distributed_c10d as c10d
 
 from megatron_gvpo.config.schema import RolloutSection
 from megatron_gvpo.data.samples import Sample
@@ -24,7 +21,7 @@ from megatron_gvpo.rollout.engine import RolloutEngine
 from megatron_gvpo.rollout.errors import RequestRefused, ServerError
 from megatron_gvpo.rollout.pool import Group, PromptIds
 from megatron_gvpo.rollout.wire import Sampling
-from tests.ranks import free_port
+from tests.rollout.sender import joined_as_rank_0
 from tests.servers import EOS, MAX_LENGTH, VOCAB, TestServer, reference_logprobs
 
 PARITY = 1e-4
@@ -205,24 +202,6 @@ def test_an_update_from_a_folder_without_weights_is_an_error_and_stops_generatio
         generate(engine, Sampling(max_new_tokens=2))
 
 
-@contextmanager
-def joined_as_rank_0(engine: RolloutEngine, name: str) -> Iterator[Any]:
-    """The sender's side of the process group, made as the server makes its own (a store with the group's name as prefix)."""
-    port, limit = free_port(), timedelta(seconds=60)
-    joining = engine.weights.init_group("127.0.0.1", port, backend="gloo", name=name)
-    store = dist.TCPStore("127.0.0.1", port, engine.weights.world_size, is_master=True, wait_for_workers=False, timeout=limit)
-    group, _ = c10d._new_process_group_helper(
-        engine.weights.world_size, 0, [], c10d.Backend("gloo"), dist.PrefixStore(name, store), group_name=name, timeout=limit
-    )
-    c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(engine.weights.world_size)}
-    joining.wait()
-    try:
-        yield group
-    finally:
-        engine.weights.destroy_group().wait()
-        dist.destroy_process_group(group)
-
-
 def send(engine: RolloutEngine, group: Any, model: Path, buckets: int) -> None:
     tensors = list(load_file(model / "model.safetensors").items())
     for first in range(buckets):
@@ -272,6 +251,8 @@ def test_weights_over_a_gloo_group_take_effect_and_requests_under_way_go_on_with
         with engine.weights.update("3"):
             send(engine, group, models.first, buckets=1)
         assert_serves(engine, models.first, "3")
+        engine.weights.destroy_group().wait()
+        assert not engine.weights.group_is_current
 
 
 def test_a_bucket_of_a_wrong_shape_is_an_error_that_names_the_server(engine: RolloutEngine, sglang_server: TestServer) -> None:
