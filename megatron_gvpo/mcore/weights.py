@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
+from megatron_gvpo.mcore.agreement import from_rank_0, tried
 from megatron_gvpo.mcore.bridge import Names
 from megatron_gvpo.mcore.hf_folder import HfFolder, HfWriter, RandomTensors, TensorSource, copy_description, replace_folder
 from megatron_gvpo.mcore.model import facts_of, unwrapped
@@ -77,22 +78,21 @@ def save_hf(
     trouble = ""
     writes = dist.get_rank() == 0
     if writes:
-        trouble = _tried(lambda: _fresh(part))
+        trouble = tried(lambda: _fresh(part))
     for name, tensor in export_hf(chunks, everywhere=False):
         # After a failure the loop goes on: the other ranks are in its collectives.
         if writes and not trouble:
-            trouble = _tried(lambda name=name, tensor=tensor: writer.add(name, tensor))
+            trouble = tried(lambda name=name, tensor=tensor: writer.add(name, tensor))
             written = {
                 "tensors": written["tensors"] + 1,
                 "bytes": written["bytes"] + tensor.numel() * tensor.element_size(),
             }
     if writes and not trouble:
         dtype = next(unwrapped(chunks[0]).parameters()).dtype
-        trouble = _tried(lambda: _finish(writer, part, target, source, dtype))
-    heard = [trouble]
-    dist.broadcast_object_list(heard, src=0)
-    if heard[0]:
-        raise OSError(f"the model could not be written to {target}: {heard[0]}")
+        trouble = tried(lambda: _finish(writer, part, target, source, dtype))
+    trouble = from_rank_0(trouble)
+    if trouble:
+        raise OSError(f"the model could not be written to {target}: {trouble}")
     return written
 
 
@@ -192,12 +192,3 @@ def _finish(writer: HfWriter, part: Path, target: Path, source: Path, dtype: tor
     writer.finish()
     copy_description(source, part, dtype)
     replace_folder(part, target)
-
-
-def _tried(action: Any) -> str:
-    """'' where the action worked, else why not: rank 0 must not leave the others alone in a collective."""
-    try:
-        action()
-    except (OSError, ValueError) as error:
-        return str(error) or type(error).__name__
-    return ""
