@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_gvpo.logprobs.divergence_math import LOG_ZERO, Kind, student_terms, terms
 from megatron_gvpo.logprobs.row_op import Finished, RowOp
-from megatron_gvpo.logprobs.rows import Rows, block_rows, spans
+from megatron_gvpo.logprobs.rows import Rows, block_bytes, block_rows, spans
 from megatron_gvpo.logprobs.source import Reader, Source
 
 
@@ -38,7 +38,10 @@ class FullDivergenceOp(RowOp):
 
     @property
     def fixed_bytes(self) -> int:
-        return self.teacher.fixed_bytes
+        # Both models' probabilities and log-probs, their mixture and the terms, a block each.
+        return self.teacher.fixed_bytes + 6 * block_bytes(
+            self.teacher.shard.planned_width, self.teacher.device, self.teacher.dtype.itemsize
+        )
 
     def open(self, rows: Rows, capacity: int) -> RowOp:
         return replace(self, reader=self.teacher.open(rows, capacity))

@@ -19,7 +19,7 @@ from megatron_gvpo.logprobs.rows import spans
 _log = logging.getLogger(__name__)
 
 # Elements of a weight block that is widened, or of a product that is added, at a time.
-_CPU_BLOCK = 1 << 21
+_CPU_BLOCK = 1 << 20
 _CUDA_BLOCK = 1 << 25
 
 

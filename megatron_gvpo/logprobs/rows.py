@@ -21,7 +21,7 @@ CUDA_BUDGET_BYTES = 512 << 20
 # Elements that one elementwise pass handles at a time. On a CPU the block stays in cache over the passes; on a GPU each
 # pass is a launch, so blocks are larger. Temporaries are a few blocks, whatever the chunk.
 _CPU_BLOCK = 1 << 18
-_CUDA_BLOCK = 1 << 24
+_CUDA_BLOCK = 1 << 23
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -141,3 +141,8 @@ def spans(count: int, step: int) -> Iterator[tuple[int, int]]:
 def block_rows(width: int, device: torch.device) -> int:
     """Rows of `width` columns that one elementwise pass should handle."""
     return max(1, (_CUDA_BLOCK if device.type == "cuda" else _CPU_BLOCK) // max(1, width))
+
+
+def block_bytes(width: int, device: torch.device, itemsize: int) -> int:
+    """Bytes of one temporary of such a pass."""
+    return block_rows(width, device) * width * itemsize

@@ -120,7 +120,8 @@ class LogitsSource(Source):
 
     @property
     def bytes_per_column(self) -> int:
-        return self.dtype.itemsize
+        # The scratch, and rows picked out of the logits before they are widened.
+        return self.dtype.itemsize + self.logits_TV.itemsize
 
     @property
     def fixed_bytes(self) -> int:

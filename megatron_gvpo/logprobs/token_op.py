@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_gvpo.logprobs import kernels
 from megatron_gvpo.logprobs.row_op import LOWEST, Finished, RowOp, ScoreOp
-from megatron_gvpo.logprobs.rows import block_rows, spans
+from megatron_gvpo.logprobs.rows import block_bytes, block_rows, spans
 from megatron_gvpo.logprobs.shard import VocabShard
 
 
@@ -38,6 +38,10 @@ class TokenOp(ScoreOp):
 
     def recipe(self) -> Callable[[tuple[Any, ...]], RowOp]:
         return functools.partial(_token_op, self.shard, self.entropy)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return 2 * block_bytes(self.shard.planned_width, self.targets_R.device, torch.float32.itemsize)
 
     def partial(self, z_CV: Tensor, first: int) -> Tensor:
         """Columns: maximum, sum of exp(z - maximum), the target's logit (0 where another rank holds it), and
