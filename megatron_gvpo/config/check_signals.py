@@ -32,6 +32,8 @@ def _groups(facts: Facts) -> Iterator[Problem]:
             f"{name} compares the responses of a group and needs at least {needs.min_group_size}, got {size}",
             "rollout.group_size",
         )
+    elif needs.groups and size == 1:
+        yield doubtful(f"{name} compares the responses of a group: one alone teaches it nothing", "rollout.group_size")
 
 
 def _support(facts: Facts) -> Iterator[Problem]:
@@ -120,6 +122,12 @@ def _teacher(facts: Facts) -> Iterator[Problem]:
                 "set 1, or teacher.where: colocated",
                 "rollout.temperature",
             )
+    if teacher.signal == "sequence" and getattr(facts.objective, "length_alpha", 0):
+        yield doubtful(
+            "a teacher of another tokenizer does not sum to 1 over the student's tokens, and a weight by length then biases the "
+            "optimum: 0 is safe",
+            "objective.length_alpha",
+        )
     yield from _vocabularies(facts)
 
 

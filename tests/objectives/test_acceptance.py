@@ -10,13 +10,13 @@ import torch
 
 from megatron_gvpo.config.objectives import BUILTIN_CONFIGS, GvpoConfig, objective_config
 from megatron_gvpo.data.samples import Sample
+from megatron_gvpo.logprobs import FullTeacher, Teacher, TopKTeacher, VocabShard, divergence
 from megatron_gvpo.objectives.advantages import standardised_N
-from megatron_gvpo.objectives.base import Outputs
-from megatron_gvpo.objectives.batch import TokenTable, kept_samples, whole_batch
+from megatron_gvpo.objectives.base import LocalComm, Outputs
+from megatron_gvpo.objectives.batch import kept_samples, whole_batch
 from megatron_gvpo.objectives.clipped import clip_gain_T
 from megatron_gvpo.objectives.contract_world import Response, World, run
 from megatron_gvpo.objectives.explain import explain
-from megatron_gvpo.objectives.gkd import Gkd
 from megatron_gvpo.objectives.kl import kl_slope_T, kl_T
 from megatron_gvpo.objectives.registry import create_objective
 from tests.objectives.helpers import prepared_of, random_samples, sample
@@ -68,29 +68,58 @@ def test_case_11_nan_at_masked_positions_of_every_objective(name: str) -> None:
     assert all(math.isfinite(m) for m in found["metrics"].values())
 
 
-class _OneValue:
-    """A head that gives the divergences it is asked for; what they are is the log-prob room's business."""
+class _LogitsHead:
+    """The divergences of the log-prob engine, at the tokens of one micro-batch and for one teacher."""
 
-    def __init__(self, values: dict[str, float]) -> None:
-        self.values = values
+    def __init__(self, logits_TV: torch.Tensor, teacher: Teacher) -> None:
+        self.logits_TV, self.teacher = logits_TV, teacher
 
     def divergence(self, kind: str, *, beta: float = 0.5) -> torch.Tensor:
-        return torch.tensor([self.values[kind]], dtype=torch.float64)
+        width = self.logits_TV.size(1)
+        return divergence(kind, self.logits_TV, self.teacher, VocabShard(0, width, width), beta=beta)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd", "tv"])
-def test_case_16_gkd_asks_for_the_divergence_it_is_set_to(kind: str) -> None:
-    """p = (.7, .2, .1), q = (.5, .3, .2): the value of each kind comes out under its own name. Gradients: the logprobs tests."""
-    values = {"tv": 0.2, "forward_kl": 0.085123, "reverse_kl": 0.092033, "jsd": 0.021901}
-    objective = Gkd(Gkd.Config.model_validate({"divergence": kind}))
-    table = TokenTable(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+def _gkd(kind: str, student: list[float], teacher: Teacher) -> tuple[float, list[float]]:
+    """Loss and gradient in the student's logits of one token."""
+    objective = create_objective("gkd", {"divergence": kind})
     batch, _ = whole_batch([sample("a", logprobs=[-1.0])])
-    from megatron_gvpo.objectives.base import LocalComm
-
+    logits_TV = torch.tensor([student], dtype=torch.float64).log().requires_grad_()
     prepared = objective.prepare(batch, LocalComm())
-    outputs = Outputs(table, torch.zeros(1, dtype=torch.float64), head=_OneValue(values))
-    assert float(objective.loss(outputs, prepared, {}).loss_T) == values[kind]
-    assert prepared.denominator == 1.0
+    outputs = Outputs(batch.tokens, torch.zeros(1, dtype=torch.float64), head=_LogitsHead(logits_TV, teacher))
+    loss = objective.loss(outputs, prepared, {}).loss_T.sum() / prepared.denominator
+    loss.backward()
+    assert logits_TV.grad is not None
+    return float(loss.detach()), logits_TV.grad[0].tolist()
+
+
+def _top_two(p: float, q: float) -> TopKTeacher:
+    return TopKTeacher(torch.tensor([[0, 1]]), torch.tensor([[p, q]], dtype=torch.float64).log())
+
+
+def test_case_14_gkd_gives_the_tail_one_bucket() -> None:
+    """p = (.5, .3 | tail .2), q = (.6, .39 | .01): +.42928 where truncation gives -.16987, and a gradient that is not 0."""
+    loss, gradient = _gkd("forward_kl", [0.6, 0.39, 0.01], _top_two(0.5, 0.3))
+    assert loss == pytest.approx(0.42928, abs=1e-5)
+    assert max(map(abs, gradient)) > 0.1
+
+
+def test_case_15_gkd_charges_for_leaving_the_teachers_support() -> None:
+    """The student has the teacher's ratio within the top 2, and only a mass of .1 there: renormalised, that would be free."""
+    loss, _ = _gkd("forward_kl", [0.0625, 0.0375, 0.9], _top_two(0.5, 0.3))
+    assert loss > 1.0
+
+
+def test_case_16_gkd_by_hand() -> None:
+    """p = (.7, .2, .1), q = (.5, .3, .2), every kind under its own name; p = q gives 0 with gradient 0."""
+    p, q = [0.7, 0.2, 0.1], [0.5, 0.3, 0.2]
+    teacher = FullTeacher(torch.tensor([p], dtype=torch.float64).log())
+    wanted = {"tv": 0.2, "forward_kl": 0.085123, "reverse_kl": 0.092033, "jsd": 0.021901}
+    for kind, value in wanted.items():
+        assert _gkd(kind, q, teacher)[0] == pytest.approx(value, abs=1e-6), kind
+        loss, gradient = _gkd(kind, p, teacher)
+        assert abs(loss) < 1e-12
+        assert max(map(abs, gradient)) < 1e-12, kind
+    assert _gkd("tv", q, teacher)[1] == pytest.approx([-0.25, 0.15, 0.10], abs=1e-12)
 
 
 def test_cases_21_and_22_one_denominator_for_all_ranks_and_micro_batches() -> None:

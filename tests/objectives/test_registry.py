@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_gvpo.config.check import check_config
+from megatron_gvpo.config.load import read_config
 from megatron_gvpo.config.needs import Needs
 from megatron_gvpo.config.objectives import (
     BUILTIN_CONFIGS,
@@ -138,3 +141,18 @@ def test_only_differences_of_current_and_old_let_the_first_pass_go() -> None:
     assert not cancels("gvpo_opd", teacher_coef=0.1)
     assert not cancels("gspo", kl_coef=0.1)
     assert not cancels("gspo", tis="token")
+
+
+@pytest.mark.parametrize(
+    ("lines", "key", "why"),
+    [
+        (["objective: {name: gvpo_opd, length_alpha: 1.0}", "teacher: {path: t, signal: sequence}"], "length_alpha", "biases"),
+        (["objective: {name: dr_grpo}", "rollout: {group_size: 1}"], "group_size", "teaches it nothing"),
+    ],
+)
+def test_what_is_allowed_and_doubtful_is_warned_about(tmp_path: Path, lines: list[str], key: str, why: str) -> None:
+    """Settings that run, and hardly do what was meant: a warning at the key."""
+    path = tmp_path / "run.yaml"
+    path.write_text("\n".join(["model: {path: m}", "data: {train: d.jsonl}", *lines]) + "\n")
+    findings = check_config(*read_config(path), files=False)
+    assert [f.severity for f in findings if key in f.line and why in f.line] == ["warning"], findings
