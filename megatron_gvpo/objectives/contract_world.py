@@ -20,7 +20,7 @@ from megatron_gvpo.objectives.base import Comm, Objective, Outputs, Prepared, To
 from megatron_gvpo.objectives.batch import Batch, TokenTable, whole_batch
 
 VOCAB = 5
-WAIT_S = 30.0  # seconds that a simulated rank waits for the others
+WAIT_S = 120.0  # seconds that a simulated rank waits for the others; a wrong number of calls is found at once
 
 
 class ContractError(AssertionError):
