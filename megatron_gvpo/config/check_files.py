@@ -16,7 +16,9 @@ def problems(facts: Facts) -> Iterator[Problem]:
     config = facts.config
     if facts.shape is not None and config.model.init == "pretrained":
         yield from _weights(Path(config.model.path), "model.path")
-    if facts.teacher_shape is not None:
+    # A teacher behind a url has its weights on other machines.
+    here = config.teacher.where == "colocated" or config.teacher.servers.launch == "local"
+    if facts.teacher_shape is not None and here:
         yield from _weights(Path(config.teacher.path), "teacher.path")
     if facts.shape is not None or config.model.tokenizer:
         yield from _tokenizer(facts)
