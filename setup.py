@@ -35,5 +35,9 @@ setup(
         "te": ["transformer-engine[pytorch]"],
         "dev": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "basedpyright"],
     },
-    entry_points={"console_scripts": ["megatron-gvpo = megatron_gvpo.cli:main"]},
+    entry_points={
+        "console_scripts": ["megatron-gvpo = megatron_gvpo.cli:main"],
+        # The contract kit: `pytest --objective NAME`. The name is the module's, so that `-p` finds the same plug-in.
+        "pytest11": ["megatron_gvpo.objectives.pytest_plugin = megatron_gvpo.objectives.pytest_plugin"],
+    },
 )

@@ -312,8 +312,15 @@ class RlooConfig(ImportanceConfig):
 class SftConfig(ObjectiveConfig):
     """Supervised fine-tuning: the token mean of -log p."""
 
+    on_policy_share: float = Field(
+        default=0.0, ge=0, le=1, description="share of the prompts answered by the student; the others keep the data's answer"
+    )
+
     def needs(self) -> Needs:
         return Needs(data="any", denominator="tokens")
+
+    def shaping(self) -> Shaping:
+        return Shaping(on_policy_share=self.on_policy_share)
 
 
 BUILTIN_CONFIGS: dict[str, type[ObjectiveConfig]] = {

@@ -9,11 +9,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.config.objectives import objective_config
 from megatron_gvpo.config.schema import Config
+from megatron_gvpo.data.errors import DataError
 from megatron_gvpo.data.prompts import Prompt, PromptSets, load_prompt_sets, load_tokenizer
 from megatron_gvpo.data.rewards import Score, Scorer, count_problems
 from megatron_gvpo.data.samples import Sample
 from megatron_gvpo.data.stream import PromptStream
+from megatron_gvpo.objectives.shaping import answered_by_student, flat_groups, overlong_penalties
 from megatron_gvpo.rollout.engine import RolloutEngine
 from megatron_gvpo.rollout.pool import PromptIds
 from megatron_gvpo.rollout.server import running_servers
@@ -57,6 +60,7 @@ class Controller:
             RolloutEngine(endpoints, config.rollout, vocab_size=vocab_size, max_length=config.model.max_length)
         )
         self.sampling = Sampling.from_config(config.rollout, eos_ids)
+        self.shaping = objective_config(config.objective.name, config.objective.options).shaping()
 
     def close(self) -> None:
         self._stack.close()
@@ -68,14 +72,59 @@ class Controller:
         self.close()
 
     def rollout(self, step: int, clock: StepClock) -> tuple[list[Sample], dict[str, float]]:
-        """The step's complete groups, scored, in the order of the prompts, and what there is to say about them."""
+        """The step's complete groups, scored and shaped as the objective asks, in the order of the prompts, with metrics."""
         prompts = self.stream.next(self.config.rollout.prompts_per_step)
+        groups, scores = self._scored(prompts, f"{step}", clock)
+        metrics = self._resample_flat(groups, scores, step, clock)
+        metrics |= _reward_metrics([score for group in scores for score in group])
+        samples = [sample for group in groups for sample in group]
+        lengths = [len(s.response_ids) for s in samples]
+        shaping = self.shaping
+        limit = self.config.rollout.max_new_tokens
+        for sample, penalty in zip(
+            samples, overlong_penalties(lengths, limit, shaping.overlong_buffer, shaping.overlong_penalty), strict=True
+        ):
+            sample.reward = (sample.reward or 0.0) + penalty
+        return samples, {**metrics, "data/epoch": self.stream.epoch}
+
+    def _scored(self, prompts: Sequence[Prompt], label: str, clock: StepClock) -> tuple[list[list[Sample]], list[list[Score]]]:
+        """Groups of responses and their scores: the student's, or the data's own answers for the share that keeps them."""
+        by_student = answered_by_student([p.id for p in prompts], self.shaping.on_policy_share, self.config.train.seed)
+        asked = [p for p, student in zip(prompts, by_student, strict=True) if student]
         with clock.part("rollout"):
-            samples = self._generate(prompts, f"{step}", self.config.rollout.group_size, self.sampling)
+            sampled = iter(self._generate(asked, label, self.config.rollout.group_size, self.sampling) if asked else [])
+            groups = [
+                next(sampled) if student else [self._data_answer(prompt, f"{label}:{i}:{prompt.id}")]
+                for i, (prompt, student) in enumerate(zip(prompts, by_student, strict=True))
+            ]
         with clock.part("reward"):
-            scores = self._score(prompts, samples)
-        metrics = _reward_metrics([s for group in scores for s in group])
-        return [s for group in samples for s in group], {**metrics, "data/epoch": self.stream.epoch}
+            return groups, self._score(prompts, groups)
+
+    def _resample_flat(
+        self, groups: list[list[Sample]], scores: list[list[Score]], step: int, clock: StepClock
+    ) -> dict[str, float]:
+        """DAPO's dynamic sampling: groups of equal reward give way to groups of further prompts, a limited number of times."""
+        rounds = self.shaping.resample_rounds
+        replaced = 0
+        for number in range(rounds):
+            flat = _flat(scores)
+            if not flat:
+                break
+            fresh, fresh_scores = self._scored(self.stream.next(len(flat)), f"{step}r{number + 1}", clock)
+            for place, group, score in zip(flat, fresh, fresh_scores, strict=True):
+                groups[place], scores[place] = group, score
+            replaced += len(flat)
+        return {"batch/resampled": float(replaced), "batch/flat_left": float(len(_flat(scores)))} if rounds else {}
+
+    def _data_answer(self, prompt: Prompt, group: str) -> Sample:
+        """The data's answer as a response: the row's `response` text where it has one, else its answer, and the end token."""
+        text = prompt.meta.get("response", prompt.answer)
+        if text is None:
+            raise DataError(f"prompt {prompt.id} has no answer to train on: set data.answer_key, or give rows a 'response'")
+        ids = [int(i) for i in self.tokenizer.encode(str(text), add_special_tokens=False)]
+        ids = [*ids, *self.sampling.stop_token_ids[:1]][: prompt.max_new_tokens]
+        meta = {"prompt": prompt.id, "prompt_text": prompt.text, "domain": prompt.domain, "source": "data"}
+        return Sample(group, list(prompt.token_ids), ids, [1] * len(ids), meta=meta)
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
         """Accuracy on the held-out prompts, greedy and sampled at the run's temperature, with standard errors; the samples drawn.
@@ -121,6 +170,12 @@ class Controller:
             sample.meta["text"] = text
         rest = iter(scores)
         return [[next(rest) for _ in group] for group in samples]
+
+
+def _flat(scores: Sequence[Sequence[Score]]) -> list[int]:
+    """The places of the groups whose raw rewards are all equal."""
+    names = [str(place) for place, group in enumerate(scores) for _ in group]
+    return [int(name) for name in flat_groups(names, [score.reward for group in scores for score in group])]
 
 
 def _reward_metrics(scores: Sequence[Score]) -> dict[str, float]:

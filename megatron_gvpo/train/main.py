@@ -9,8 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
+
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.launch.local import is_rank, run_local_ranks
+from megatron_gvpo.report.names import CONFIG_FILE, METRICS_FILE, SAMPLES_DIR
 
 
 class RunDirError(ValueError):
@@ -41,7 +44,7 @@ def train(
     """
     run_dir = run_dir_of(config, config_path)
     if not is_rank(os.environ):
-        _prepare(run_dir, config_path, resume=resume, fresh=fresh)
+        _prepare(run_dir, config, resume=resume, fresh=fresh)
         command = [sys.executable, "-m", "megatron_gvpo.cli", "train", str(config_path)]
         for setting in overrides:
             command += ["--set", setting]
@@ -58,17 +61,17 @@ def train(
     return run_rank(config, run_dir, Options(resume=resume, replay=replay, stop_after=stop_after))
 
 
-def _prepare(run_dir: Path, config_path: Path, *, resume: bool, fresh: bool) -> None:
-    """An empty run directory, or the one to resume; the config is kept beside what it made."""
+def _prepare(run_dir: Path, config: Config, *, resume: bool, fresh: bool) -> None:
+    """An empty run directory, or the one to resume; the config, with what --set changed, is kept beside what it made."""
     if fresh and resume:
         raise RunDirError("--fresh and --resume contradict each other: give one")
     if fresh and run_dir.exists():
         shutil.rmtree(run_dir)
-    if not resume and (run_dir / "metrics.jsonl").exists():
+    if not resume and (run_dir / METRICS_FILE).exists():
         raise RunDirError(f"{run_dir}: holds a run already: give --resume to go on, --fresh to delete it, or another log.dir")
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "samples").mkdir(exist_ok=True)
-    shutil.copyfile(config_path, run_dir / "config.yaml")
+    (run_dir / SAMPLES_DIR).mkdir(exist_ok=True)
+    (run_dir / CONFIG_FILE).write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False))
 
 
 def _report(run_dir: Path) -> None:

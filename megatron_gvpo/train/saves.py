@@ -31,7 +31,10 @@ class Saves:
     def save(self, step: int) -> None:
         """Everything that the next step depends on, as of the end of `step`."""
         state = self._exchange.from_controller(lambda: self._state(step))
-        save_checkpoint(self._folder, step, self._built.engine.training, state, keep=self._config.checkpoint.keep)
+        checkpoint = self._config.checkpoint
+        save_checkpoint(
+            self._folder, step, self._built.engine.training, state, keep=checkpoint.keep, keep_every=checkpoint.keep_every
+        )
 
     def resume(self) -> int:
         """Take back the newest whole checkpoint; the number of steps that are done. 0 where there is none yet."""
