@@ -15,6 +15,9 @@ from torch import Tensor
 from megatron_gvpo.gupo.head import GroupSpan, HeadTokens
 from megatron_gvpo.objectives.batch import SequenceTable, TokenTable
 
+# Columns of the hidden states that are exchanged at a time.
+_COLUMNS = 1024
+
 
 def deal_groups(
     hidden_TH: Tensor,
@@ -22,21 +25,24 @@ def deal_groups(
     tokens: TokenTable,
     sequences: SequenceTable,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
 ) -> tuple[HeadTokens, TokenTable]:
     """(this rank's whole groups, their rows of the token table), sorted by group, sequence and position.
 
-    hidden_TH, targets_T: of the tokens in `tokens`, row by row, on the device that `group`'s backend works with. group: the
-    context-parallel ranks, who share a data-parallel rank's sequences; None where there is one. ValueError where a group's
-    tokens are not all among them: the batch plan has to keep groups whole on a data-parallel rank.
+    hidden_TH, targets_T: of the tokens in `tokens`, row by row; they stay on the device they are on. group: the context-parallel
+    ranks, who share a data-parallel rank's sequences; None where there is one. device: what that group's backend works with (that
+    of hidden_TH if None). ValueError where a group's tokens are not all among these ranks: the batch plan has to keep groups
+    whole on a data-parallel rank.
     """
     if group is not None and dist.get_world_size(group) > 1:
-        hidden_TH, targets_T, tokens = _exchange(hidden_TH, targets_T, tokens, sequences, group)
+        device = hidden_TH.device if device is None else device
+        hidden_TH, targets_T, tokens = _exchange(hidden_TH, targets_T, tokens, sequences, group, device)
     order_T = _order(tokens, sequences)
     tokens = tokens.select(order_T)
     _check_whole(tokens, sequences)
     spans = _spans(sequences.group_N[tokens.sequence_T])
-    order_T = order_T.to(hidden_TH.device)
-    return HeadTokens(hidden_TH[order_T], targets_T[order_T], spans), tokens
+    hidden_TH, targets_T = hidden_TH[order_T.to(hidden_TH.device)], targets_T[order_T.to(targets_T.device)]
+    return HeadTokens(hidden_TH, targets_T, spans), tokens
 
 
 def _order(tokens: TokenTable, sequences: SequenceTable) -> Tensor:
@@ -79,9 +85,14 @@ def owners(counts_G: Sequence[int], ranks: int) -> list[int]:
 
 
 def _exchange(
-    hidden_TH: Tensor, targets_T: Tensor, tokens: TokenTable, sequences: SequenceTable, group: dist.ProcessGroup
+    hidden_TH: Tensor,
+    targets_T: Tensor,
+    tokens: TokenTable,
+    sequences: SequenceTable,
+    group: dist.ProcessGroup,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor, TokenTable]:
-    device, world = hidden_TH.device, dist.get_world_size(group)
+    world = dist.get_world_size(group)
     group_T = sequences.group_N[tokens.sequence_T]
     counts_G = torch.bincount(group_T, minlength=sequences.groups).to(device)
     dist.all_reduce(counts_G, group=group)
@@ -93,21 +104,25 @@ def _exchange(
     send, receive = sent.tolist(), received.tolist()
 
     def swap(x: Tensor) -> Tensor:
-        return _all_to_all(x[order_T.to(x.device)].to(device), send, receive, group)
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        # A few columns at a time: states that are kept in CPU memory do not fit on the device.
+        for piece, target in zip(x.split(_COLUMNS, 1), out.split(_COLUMNS, 1), strict=True):
+            target.copy_(_all_to_all(piece[order_T.to(x.device)].to(device), send, receive, group))
+        return out
 
     names = sorted(tokens.signals)
-    whole = swap(torch.stack([tokens.sequence_T, tokens.position_T], 1)).cpu()
+    whole = swap(torch.stack([tokens.sequence_T, tokens.position_T], 1))
     signals = {}
     if names:
-        values = swap(torch.stack([tokens.signal(n).to(torch.float64) for n in names], 1)).cpu()
+        values = swap(torch.stack([tokens.signal(n).to(torch.float64) for n in names], 1))
         signals = {name: values[:, column].contiguous() for column, name in enumerate(names)}
     table = TokenTable(whole[:, 0].contiguous(), whole[:, 1].contiguous(), signals)
-    return swap(hidden_TH), swap(targets_T), table
+    return swap(hidden_TH), swap(targets_T[:, None])[:, 0].contiguous(), table
 
 
-def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+def _all_to_all(x_TH: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
     """Rows of x to each rank; as bytes, because not every backend moves every dtype."""
-    rows = x.contiguous().view(x.shape[0], -1 if x.dim() > 1 else 1)
-    out = rows.new_empty(sum(receive), rows.shape[1])
-    dist.all_to_all_single(out.view(torch.uint8), rows.view(torch.uint8), receive, send, group=group)
-    return out.view(-1, *x.shape[1:]) if x.dim() > 1 else out.view(-1)
+    x_TH = x_TH.contiguous()
+    out = x_TH.new_empty(sum(receive), x_TH.shape[1])
+    dist.all_to_all_single(out.view(torch.uint8), x_TH.view(torch.uint8), receive, send, group=group)
+    return out

@@ -43,13 +43,13 @@ class MedianSample:
         return cls(mine, torch.tensor(columns, dtype=torch.int64, device=device), most)
 
     def sigma(self, variance_RH: Tensor, shard: VocabShard) -> Tensor:
-        """The positive sigmas at these dimensions over all tensor-parallel ranks, from the variance at `rows`."""
+        """The sigmas that are not zero at these dimensions over all tensor-parallel ranks, from the variance at `rows`."""
         values = variance_RH.index_select(1, self.columns).sqrt_()
         # Ranks hold different numbers of the rows; zeros, which are dead dimensions anyhow, fill up.
         padded = values.new_zeros(self.most_rows, self.columns.numel())
         padded[: len(self.rows)] = values
         gathered = shard.gather(padded).flatten()
-        return gathered[gathered > 0]
+        return gathered[gathered != 0]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def evidence_sum(moments: Moments, median: float, floor: float, s: float, scale:
     variance_RH, mean_RH = moments.variance_RH, moments.mean_RH
     if variance_RH.numel() == 0 or median == 0.0:
         return EvidenceSum()
-    live_RH = variance_RH > 0
+    dead_RH = variance_RH == 0  # what is not a number is not dead: it has to show
     floored_RH = variance_RH.clamp(min=(floor * median) ** 2)
     if scale == "snr":
         evidence_RH = mean_RH.square().div_(floored_RH)
@@ -77,8 +77,8 @@ def evidence_sum(moments: Moments, median: float, floor: float, s: float, scale:
         floored_RH /= median**2
         evidence_RH = floored_RH.rsqrt_() if s == 0.5 else floored_RH.pow_(-s)
     # A dead dimension may stand at infinity where there is no floor, so it is taken out, not multiplied by zero.
-    evidence_RH.masked_fill_(~live_RH, 0.0)
-    return EvidenceSum(float(evidence_RH.sum(1).sum(dtype=torch.float64)), int(live_RH.sum()))
+    evidence_RH.masked_fill_(dead_RH, 0.0)
+    return EvidenceSum(float(evidence_RH.sum(1).sum(dtype=torch.float64)), variance_RH.numel() - int(dead_RH.sum()))
 
 
 def mean_evidence(sums: EvidenceSum, median: float, batch_median: float, s: float, scale: EvidenceScale) -> float:

@@ -50,6 +50,25 @@ class Measurement:
     sigma: float
     geometry: GradientGeometry
 
+    @staticmethod
+    def numbers(groups: int) -> int:
+        """How many numbers `packed` holds."""
+        return 2 * groups + groups**2 + 6
+
+    def packed(self) -> Tensor:
+        """[2 G + G^2 + 6] float64: everything, to be sent to ranks that did not measure."""
+        geometry = self.geometry
+        scalars = [self.delta, self.kl, self.sigma, geometry.conflict_rate, geometry.mean_cosine, geometry.noise_scale]
+        parts = [self.mean_evidence_G, self.active_G, geometry.cosine_GG.flatten(), torch.tensor(scalars, dtype=torch.float64)]
+        return torch.cat([part.to("cpu", torch.float64) for part in parts])
+
+    @classmethod
+    def unpacked(cls, numbers: Tensor, groups: int) -> Measurement:
+        evidence_G, active_G, cosine, scalars = numbers.split([groups, groups, groups**2, 6])
+        delta, kl, sigma, conflict_rate, mean_cosine, noise_scale = scalars.tolist()
+        found = GradientGeometry(cosine.view(groups, groups), conflict_rate, mean_cosine, noise_scale)
+        return cls(evidence_G, active_G > 0, delta, kl, sigma, found)
+
 
 def measure(
     head: Head,
@@ -166,7 +185,7 @@ class _Evidence:
         sigma = self.medians_at.sigma(variance_RH, self.head.shard)
         self.median[group] = float(sigma.median()) if sigma.numel() else 0.0
         if bool(self.active_G[group]):
-            self.sigmas.append(sigma)
+            self.sigmas.append(sigma[sigma.isfinite()])
 
     def _add(self, moments: Moments, rows: RowSet) -> None:
         group, gupo = moments.span.group, self.gupo

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.config.schema import GupoSection
-from megatron_gvpo.gupo import group_weights
+from megatron_gvpo.gupo import cost, group_weights
 from tests.gupo.cases import OBJECTIVES, Case, GroupComm, make_case, measured, padded_shard
 from tests.ranks import run_ranks
 
@@ -52,7 +52,12 @@ def _share(case: Case, data: tuple[int, int], context: tuple[int, int]) -> torch
     return rows_T[context[0] :: context[1]].flip(0)
 
 
+# Below the layer's 23 rows, so that rows are drawn here as they are in a large layer.
+SAMPLED_ROWS = 9
+
+
 def _measure(rank: int, world: int) -> dict[str, Any]:
+    cost.SAMPLED_ROWS = SAMPLED_ROWS
     case, out = make_case(), {}
     for sizes in LAYOUTS[world]:
         (d, c, t), (tensor_group, context_group, token_group) = _groups(sizes, rank)
@@ -88,12 +93,13 @@ def _refusal_of_a_split_group(case: Case, rank: int, world: int) -> str:
 
 
 @pytest.mark.parametrize("world", sorted(LAYOUTS))
-def test_every_split_gives_the_numbers_of_one_process(world: int) -> None:
+def test_every_split_gives_the_numbers_of_one_process(world: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evidence, weights, cosines and noise scale; and a plan that spreads a group over data ranks is refused.
 
     Such a plan would give the group the variance of a part of it, silently. Does not cover NCCL, nor layers so large that the
     samples are drawn in several pieces.
     """
+    monkeypatch.setattr(cost, "SAMPLED_ROWS", SAMPLED_ROWS)
     results = run_ranks(_measure, world)
     for name, (i, options) in itertools.product(OBJECTIVES, enumerate(SETTINGS)):
         gupo = GupoSection(enabled=True, **options)
