@@ -29,27 +29,33 @@ log = logging.getLogger(__name__)
 class Controller:
     """Brings rollouts and scores them. A context manager: what it starts ends with it.
 
-    eos_ids: the ids that end a response, from the model's generation config. vocab_size: the model's own (unpadded).
+    eos_ids: the ids that end a response, from the model's generation config. vocab_size: the model's own (unpadded). train:
+    False for a controller that only evaluates.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, config: Config, run_dir: Path, *, vocab_size: int, eos_ids: Sequence[int], train: bool = True) -> None:
         self.config = config
         self._stack = ExitStack()
         try:
-            self._open(run_dir, vocab_size, eos_ids)
+            self._open(run_dir, vocab_size, eos_ids, train)
         except BaseException:
             self._stack.close()
             raise
 
-    def _open(self, run_dir: Path, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def _open(self, run_dir: Path, vocab_size: int, eos_ids: Sequence[int], train: bool) -> None:
         config = self.config
         self.tokenizer = load_tokenizer(config.model.tokenizer or config.model.path)
         self.sets: PromptSets = load_prompt_sets(
-            config.data, self.tokenizer, max_length=config.model.max_length, max_new_tokens=config.rollout.max_new_tokens
+            config.data,
+            self.tokenizer,
+            max_length=config.model.max_length,
+            max_new_tokens=config.rollout.max_new_tokens,
+            train=train,
         )
         for reason, count in self.sets.left_out.items():
             log.warning("%d prompts left out: %s", count, reason.replace("_", " "))
-        self.stream = PromptStream(self.sets.train, seed=config.train.seed, shuffle=config.data.shuffle)
+        if train:
+            self.stream = PromptStream(self.sets.train, seed=config.train.seed, shuffle=config.data.shuffle)
         self.scorer = self._stack.enter_context(Scorer(config.reward))
         self.scorer.check([*self.sets.train, *self.sets.heldout])
         model, servers = config.model, config.rollout.servers

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import yaml
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.launch.local import is_rank, run_local_ranks
 from megatron_gvpo.report.names import CONFIG_FILE, METRICS_FILE, SAMPLES_DIR
+
+CHECKPOINTS_DIR = "checkpoints"
 
 
 class RunDirError(ValueError):
@@ -55,10 +58,18 @@ def train(
         if code == 0 and config.log.report:
             _report(run_dir)
         return code
+    quiet_libraries()
     from megatron_gvpo.train.rank import Options, run_rank
 
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     return run_rank(config, run_dir, Options(resume=resume, replay=replay, stop_after=stop_after))
+
+
+def quiet_libraries() -> None:
+    """Warnings of libraries that say what this project knows: missing GPU packages on a CPU, and calls that will change."""
+    for message in ("Transformer Engine", "Apex is not installed", "Please use DTensor", "full scope is deprecated"):
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|megatron\.")
 
 
 def _prepare(run_dir: Path, config: Config, *, resume: bool, fresh: bool) -> None:

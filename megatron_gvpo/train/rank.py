@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megatron_gvpo.report.sinks import RunLog
 from megatron_gvpo.train.build import Built, build
 from megatron_gvpo.train.controller import Controller
 from megatron_gvpo.train.exchange import Exchange
+from megatron_gvpo.train.hf import eos_ids
 from megatron_gvpo.train.learn import Learner
 from megatron_gvpo.train.loop import Hooks, Loop
 from megatron_gvpo.train.replay import Replay
@@ -89,13 +89,3 @@ def _source(config: Config, run_dir: Path, options: Options, stack: ExitStack) -
         return Replay(options.replay)
     shape = read_shape(config.model.path)
     return stack.enter_context(Controller(config, run_dir, vocab_size=shape.vocab, eos_ids=eos_ids(Path(config.model.path))))
-
-
-def eos_ids(folder: Path) -> list[int]:
-    """The ids that end a response, from generation_config.json or config.json of a Hugging Face folder."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return [int(i) for i in found] if isinstance(found, list) else [int(found)]
-    return []

@@ -11,6 +11,7 @@ from megatron_gvpo.mcore.checkpoint import load_checkpoint, save_checkpoint
 from megatron_gvpo.train.build import Built
 from megatron_gvpo.train.controller import Controller
 from megatron_gvpo.train.exchange import Exchange
+from megatron_gvpo.train.main import CHECKPOINTS_DIR
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ class Saves:
 
     def __init__(self, config: Config, run_dir: Path, exchange: Exchange, built: Built, controller: Controller | None) -> None:
         self._config = config
-        self._folder = run_dir / "checkpoints"
+        self._folder = run_dir / CHECKPOINTS_DIR
         self._exchange = exchange
         self._built = built
         self._controller = controller
