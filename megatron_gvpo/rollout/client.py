@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_exponential_jitter
@@ -22,6 +22,8 @@ from megatron_gvpo.rollout.wire import (
     read_scores,
     score_body,
 )
+
+T = TypeVar("T")
 
 _MAY_PASS = frozenset({429, 500, 502, 503, 504})
 _PROBE_S = 30.0
@@ -64,6 +66,7 @@ class ServerClient:
         self.endpoint = endpoint
         self.name = str(endpoint)
         self.timeout_s = timeout_s
+        self.bytes_received = 0  # bodies of all answers
         self._vocab_size = vocab_size
         self._max_length = max_length
         self._retries = retries
@@ -152,10 +155,14 @@ class ServerClient:
         connection. A BadAnswer names the sample: fewer positions than asked for are never shifted into place.
         """
         body = score_body(sequences, starts, self.limits, labels)
-        answer = await self._call("POST", "/generate", body, label=labels[0], retry_time_limit=True)
-        return self._read("scores", read_scores, answer, sequences, starts, self.limits, labels)
+        return await self.ask_scores(body, labels[0], read_scores, sequences, starts, self.limits, labels)
 
-    def _read(self, label: str, reader: Any, *args: Any) -> Any:
+    async def ask_scores(self, body: dict[str, Any], label: str, reader: Callable[..., T], *args: Any) -> T:
+        """POST a scoring request and read its answer by `reader(answer, *args)`, whose Malformed becomes a BadAnswer."""
+        answer = await self._call("POST", "/generate", body, label=label, retry_time_limit=True)
+        return self._read("scores", reader, answer, *args)
+
+    def _read(self, label: str, reader: Callable[..., T], *args: Any) -> T:
         try:
             return reader(*args)
         except Malformed as error:
@@ -219,6 +226,7 @@ class ServerClient:
         except httpx.TransportError as error:
             what = "no connection" if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)) else "the connection broke"
             raise Transient(self.name, f"{path}: {what} ({type(error).__name__}: {_one_line(error)})") from error
+        self.bytes_received += len(answer.content)
         try:
             return answer.status_code, answer.json()
         except ValueError:

@@ -61,7 +61,8 @@ class RolloutEngine:
 
     def score(self, samples: Sequence[Sample], *, temperature: float = 1.0) -> list[list[float]]:
         """Log-probs of each sample's response tokens under these servers' model; see `ServedTeacher`."""
-        return self._loop.run(ServedTeacher(self.pool, temperature=temperature).score(samples))
+        scored = self._loop.run(ServedTeacher(self.pool, temperature=temperature).score(samples))
+        return [score.logprobs for score in scored]
 
     def close(self) -> None:
         self._loop.run(self.pool.close())

@@ -51,7 +51,8 @@ class LoopThread:
                     return
                 yield item
         finally:
-            self.run(close())
+            if not self._loop.is_closed():  # a generator that is collected later than its loop
+                self.run(close())
 
     def close(self) -> None:
         """Cancel what still runs, stop the loop and wait for its thread."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_gvpo.data.samples import Sample
 from megatron_gvpo.rollout.client import ServerClient
@@ -74,7 +74,7 @@ class ServerPool:
 
     async def probe(self) -> None:
         """Probe every server; ServerError names the first that is not there, and all must hold the same model."""
-        facts = await asyncio.gather(*(seat.client.probe() for seat in self._seats))
+        facts = await all_or_none([seat.client.probe() for seat in self._seats])
         for seat, fact in zip(self._seats, facts, strict=True):
             if fact.model_path != facts[0].model_path:
                 why = f"serves {fact.model_path}, but {self._seats[0].client.name} serves {facts[0].model_path}"
@@ -102,6 +102,7 @@ class ServerPool:
         """
         waiting = iter(enumerate(prompts))
         running: set[asyncio.Task[Group]] = set()
+        done: set[asyncio.Task[Group]] = set()
         limit = len(prompts) if ahead is None else max(1, ahead)
         try:
             while True:
@@ -115,7 +116,8 @@ class ServerPool:
         finally:
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+            # Those done as well: of several that failed at once only the first one's error was looked at.
+            await asyncio.gather(*running, *done, return_exceptions=True)
 
     async def _group(self, index: int, prompt: PromptIds, count: int, sampling: Sampling) -> Group:
         started = monotonic()
@@ -127,10 +129,15 @@ class ServerPool:
         server, responses = await self.on_some_server(count, ask)
         return Group(index, [_sample(prompt, r) for r in responses], server, monotonic() - started)
 
-    async def on_some_server(self, weight: int, ask: Callable[[ServerClient], Awaitable[T]]) -> T:
-        """Do `ask` on the least-loaded server; on another one when that is dead or hangs. ServerError when none is left."""
+    async def on_some_server(
+        self, weight: int, ask: Callable[[ServerClient], Awaitable[T]], *, avoid: ServerClient | None = None
+    ) -> T:
+        """Do `ask` on the least-loaded server; on another one when that is dead or hangs. ServerError when none is left.
+
+        avoid: a server that is not asked.
+        """
         while True:
-            seat = await self._take(weight)
+            seat = await self._take(weight, avoid)
             try:
                 return await ask(seat.client)
             except Transient as error:  # the client's own tries are used up
@@ -143,9 +150,9 @@ class ServerPool:
             finally:
                 self._give_back(seat, weight)
 
-    async def _take(self, weight: int) -> _Seat:
+    async def _take(self, weight: int, avoid: ServerClient | None = None) -> _Seat:
         while True:
-            in_use = [seat for seat in self._seats if not seat.out_of_use]
+            in_use = [seat for seat in self._seats if not seat.out_of_use and seat.client is not avoid]
             if not in_use:
                 lost = "; ".join(f"{name}: {why}" for name, why in self.out_of_use.items())
                 raise ServerError("no server is left", lost)
@@ -168,6 +175,17 @@ class ServerPool:
             if not turn.done():
                 turn.set_result(None)
         self._waiting.clear()
+
+
+async def all_or_none(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All values, or the first error; then the rest is cancelled and over."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _sample(prompt: PromptIds, response: Response) -> Sample:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -131,6 +132,17 @@ def test_a_server_that_dies_in_a_rollout_is_replaced_by_the_other(two: Sequence[
         [(name, why)] = engine.pool.out_of_use.items()
         assert "fake0" in name
         assert "connection broke" in why
+
+
+def test_a_failed_rollout_leaves_no_error_unlooked_at(one: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Many requests fail together and one error is raised; asyncio reports every other at some later garbage collection, far from
+    here and in the user's log, if nobody has looked at it."""
+    one.on("/generate", status(400))
+    for ask in (generate, lambda engine: engine.score([sample(f"g{i}") for i in range(40)])):
+        with engine_on([one]) as engine, pytest.raises(BadAnswer):
+            ask(engine)
+        gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 def test_when_the_last_server_dies_the_error_names_them_all(two: Sequence[FakeServer]) -> None:
