@@ -8,13 +8,23 @@ from typing import Any
 import torch.distributed as dist
 
 
-def tried(action: Callable[[], Any], errors: tuple[type[Exception], ...] = (OSError, ValueError)) -> str:
-    """'' where the action worked, else why not. errors: what is caught."""
+def attempt(action: Callable[[], Any]) -> Exception | None:
+    """What went wrong, for the ranks to talk about before this one raises it."""
     try:
         action()
-    except errors as error:
-        return " ".join(str(error).split()) or type(error).__name__
-    return ""
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not be left waiting; the caller raises it
+        return error
+    return None
+
+
+def words(error: Exception | None) -> str:
+    """One line; '' for no error."""
+    if error is None:
+        return ""
+    name, text = type(error).__name__, " ".join(str(error).split())
+    if isinstance(error, (OSError, ValueError)) and text:
+        return text
+    return f"{name}: {text[:300]}"
 
 
 def from_rank_0(trouble: str) -> str:

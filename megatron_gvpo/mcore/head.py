@@ -18,12 +18,18 @@ class HiddenStateHead(ColumnParallelLinear):
     head_weight: Tensor | None
 
     def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None) -> Any:
-        self.head_weight = self.weight if weight is None else weight
+        # Past Module.__setattr__, which would register the parameter under a second name, in checkpoints too.
+        self.__dict__["head_weight"] = self.weight if weight is None else weight
         return input_, None
 
 
 def use_hidden_state_head(chunk: Any) -> None:
-    """Let `chunk` (a `GPTModel`) return hidden states where it would return logits; nothing to do on stages without a head."""
+    """Let `chunk` (a `GPTModel`, wrapped or not) return hidden states where it would return logits.
+
+    Nothing happens on stages without a head, and nothing at a second call. TypeError for a head of another kind.
+    """
+    while not hasattr(chunk, "post_process"):
+        chunk = chunk.module
     if not chunk.post_process:
         return
     layer = chunk.output_layer

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from megatron_gvpo.mcore.agreement import from_rank_0
+from megatron_gvpo.mcore.agreement import attempt, from_rank_0, words
 from megatron_gvpo.mcore.weights import export_hf
 
 _POLL_S = 0.002
@@ -169,22 +169,19 @@ def push_weights(chunks: Sequence[Any], receiver: Receiver | None, bucket_bytes:
     receiver: on rank 0 only. dtype: send in this one, else in the weights' own. After a failure rank 0 re-raises what happened
     and the other ranks raise TransportError with the same words; the servers then hold a part of the new weights.
     """
-    caught: Exception | None = None
-    pushed = Pushed()
+    error: Exception | None = None
+    pushed: list[Pushed] = []
     tensors = export_hf(chunks, everywhere=False)
     if receiver is not None:
-        try:
-            pushed = _send(tensors, receiver, bucket_bytes, dtype)
-        except Exception as error:  # noqa: BLE001 - re-raised below, when the other ranks are out of their collectives
-            caught = error
+        error = attempt(lambda: pushed.append(_send(tensors, receiver, bucket_bytes, dtype)))
     for _ in tensors:  # what is left after a failure, and everything on the other ranks
         pass
-    words = from_rank_0("" if caught is None else f"{type(caught).__name__}: {caught}")
-    if caught is not None:
-        raise caught
-    if words:
-        raise TransportError(f"rank 0 could not send the weights: {words}")
-    return pushed
+    trouble = from_rank_0(words(error))
+    if error is not None:
+        raise error
+    if trouble:
+        raise TransportError(f"rank 0 could not send the weights: {trouble}")
+    return pushed[0] if pushed else Pushed()
 
 
 def _send(tensors: Iterator[tuple[str, Tensor]], receiver: Receiver, bucket_bytes: int, dtype: torch.dtype | None) -> Pushed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from torch import Tensor
 
-from megatron_gvpo.mcore.agreement import from_rank_0, tried
+from megatron_gvpo.mcore.agreement import attempt, from_rank_0, words
 from megatron_gvpo.mcore.bridge import Names
 from megatron_gvpo.mcore.hf_folder import HfFolder, HfWriter, RandomTensors, TensorSource, copy_description, replace_folder
 from megatron_gvpo.mcore.model import facts_of, unwrapped
@@ -75,24 +76,24 @@ def save_hf(
     part = target.with_name(target.name + ".part")
     writer = HfWriter(part, shard_bytes)
     written = {"tensors": 0, "bytes": 0}
-    trouble = ""
+    error: Exception | None = None
     writes = dist.get_rank() == 0
     if writes:
-        trouble = tried(lambda: _fresh(part))
+        error = attempt(lambda: _fresh(part))
     for name, tensor in export_hf(chunks, everywhere=False):
         # After a failure the loop goes on: the other ranks are in its collectives.
-        if writes and not trouble:
-            trouble = tried(lambda name=name, tensor=tensor: writer.add(name, tensor))
+        if writes and error is None:
+            error = attempt(partial(writer.add, name, tensor))
             written = {
                 "tensors": written["tensors"] + 1,
                 "bytes": written["bytes"] + tensor.numel() * tensor.element_size(),
             }
-    if writes and not trouble:
+    if writes and error is None:
         dtype = next(unwrapped(chunks[0]).parameters()).dtype
-        trouble = tried(lambda: _finish(writer, part, target, source, dtype))
-    trouble = from_rank_0(trouble)
+        error = attempt(lambda: _finish(writer, part, target, source, dtype))
+    trouble = from_rank_0(words(error))
     if trouble:
-        raise OSError(f"the model could not be written to {target}: {trouble}")
+        raise OSError(f"the model could not be written to {target}: {trouble}") from error
     return written
 
 

@@ -1,0 +1,291 @@
+"""Saving and resuming through Megatron's distributed checkpointing: model, optimizer, schedule, random state, and our own JSON.
+
+A checkpoint may be loaded at another layout (tensor, pipeline, virtual pipeline, data parallel) than the one that wrote it.
+Everything here is collective over all ranks of the trainer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import queue
+import random
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    get_default_save_sharded_strategy,
+)
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_gvpo.mcore import adam_state, checkpoint_files
+from megatron_gvpo.mcore.agreement import attempt, from_all, from_rank_0, words
+from megatron_gvpo.mcore.model import ModelFacts, facts_of, unwrapped
+from megatron_gvpo.mcore.optimizer import Training
+
+log = logging.getLogger(__name__)
+
+
+def save_checkpoint(
+    root: str | Path, step: int, training: Training, extra: dict[str, Any], *, keep: int = 0, keep_every: int = 0
+) -> Path:
+    """Write the checkpoint of `step` under `root`; it counts only when every rank has written all of its share.
+
+    extra: JSON values, rank 0's count. keep: how many of the newest stay (0: all); keep_every: those whose step it divides stay
+    too. OSError on every rank, with the rank that failed, where it could not be written; older checkpoints are untouched then.
+    """
+    root = Path(root)
+    part = root / f"{checkpoint_files.step_name(step)}.tmp"
+    writes = dist.get_rank() == 0
+    error = attempt(lambda: checkpoint_files.begin(root, step)) if writes else None
+    trouble = from_rank_0(words(error))
+    if not trouble:
+        trouble = from_all("" if part.is_dir() else f"{part} cannot be seen: checkpoints need a folder that all machines share")
+    if not trouble:
+        error = attempt(lambda: _write(part, training))
+        trouble = from_all(words(error))
+    if not trouble:
+        state = {
+            "step": step,
+            "layout": _layout(),
+            "model": _model_facts(training.chunks),
+            "optimizer": _kind(training.optimizer),
+            "extra": extra,
+        }
+        error = attempt(lambda: checkpoint_files.commit(root, part, step, state)) if writes else None
+        trouble = from_rank_0(words(error))
+    if trouble:
+        raise OSError(f"the checkpoint of step {step} could not be written: {trouble}") from error
+    if keep and writes:
+        checkpoint_files.prune(root, keep, keep_every)
+    return root / checkpoint_files.step_name(step)
+
+
+def load_checkpoint(root: str | Path, training: Training) -> dict[str, Any] | None:
+    """Go on from the newest whole checkpoint under `root`: its `extra`; None where there is none.
+
+    A damaged newest one is passed over with a warning. Random states come back at the layout that saved them only. ValueError
+    on every rank, in one line, for a checkpoint of another model or optimizer, or one that cannot be read.
+    """
+    path = newest(root)
+    if path is None:
+        return None
+    state = checkpoint_files.read_state(path)
+    _check_model(state, path, training.chunks)
+    if state["optimizer"] != _kind(training.optimizer):
+        raise ValueError(
+            f"{path} was written by a {state['optimizer']}, this run has a {_kind(training.optimizer)}: "
+            "set optimizer.distributed and precision.params as they were"
+        )
+    same_layout = state["layout"] == _layout()
+    if not same_layout and dist.get_rank() == 0:
+        log.info("%s was written at another layout: random states start from the run's seed", path)
+    _load(path, lambda: _read(path, training, same_layout))
+    return state["extra"]
+
+
+def load_weights(root: str | Path, chunks: Sequence[Any]) -> int:
+    """Only the weights of the newest whole checkpoint under `root`; the step that wrote it. ValueError where there is none."""
+    path = newest(root)
+    if path is None:
+        raise ValueError(f"{root} holds no checkpoint")
+    state = checkpoint_files.read_state(path)
+    _check_model(state, path, chunks)
+
+    def read() -> None:
+        request = _model_request(chunks)
+        _fill(chunks, _strategy_load(request, path))
+
+    _load(path, read)
+    return int(state["step"])
+
+
+def newest(root: str | Path) -> Path | None:
+    """The checkpoint to load, the same on every rank: rank 0 looks, and logs what it had to pass over."""
+    found: list[Path | None] = [None]
+    if dist.get_rank() == 0:
+        seen = checkpoint_files.find(Path(root))
+        for warning in seen.warnings:
+            log.warning("%s", warning)
+        found = [seen.path]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _load(path: Path, read: Callable[[], None]) -> None:
+    error = attempt(read)
+    trouble = from_all(words(error))
+    if trouble:
+        raise ValueError(f"{path} cannot be loaded: {trouble}") from error
+
+
+def _write(part: Path, training: Training) -> None:
+    adam_state.materialise(training.optimizer)
+    _write_in_process()
+    model = _model_request(training.chunks)
+    content: dict[str, Any] = {
+        **model,
+        "optimizer": training.optimizer.sharded_state_dict(model, is_loading=False, metadata=_metadata()),
+        "scheduler": training.scheduler.state_dict(),
+        "random": _random_request(_random_state()),
+    }
+    strategy: Any = get_default_save_sharded_strategy()
+    group: Any = mpu.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, group)
+    dist_checkpointing.save(content, str(part), strategy)
+
+
+def _read(path: Path, training: Training, same_layout: bool) -> None:
+    optimizer, scheduler = training.optimizer, training.scheduler
+    request = _model_request(training.chunks)
+    with adam_state.loading(optimizer):
+        adam_state.materialise(optimizer)
+        request["optimizer"] = optimizer.sharded_state_dict(dict(request), is_loading=True, metadata=_metadata())
+        if same_layout:
+            request["random"] = _random_request(None)
+        loaded = _strategy_load(request, path)
+        _fill(training.chunks, loaded)
+        adam_state.complete(loaded["optimizer"])
+        optimizer.load_state_dict(loaded["optimizer"])
+    scheduler.num_steps = 0  # loading adds the stored count to it
+    scheduler.load_state_dict(loaded["scheduler"])
+    if same_layout:
+        _set_random_state(loaded["random"])
+
+
+def _strategy_load(request: dict[str, Any], path: Path) -> dict[str, Any]:
+    strategy: Any = get_default_load_sharded_strategy(str(path))
+    group: Any = mpu.get_data_parallel_group(with_context_parallel=True)
+    if group.size() > 1:
+        strategy = FullyParallelLoadStrategyWrapper(strategy, group)
+    loaded: Any = dist_checkpointing.load(request, str(path), strategy)
+    return loaded
+
+
+def _fill(chunks: Sequence[Any], loaded: dict[str, Any]) -> None:
+    for number, chunk in enumerate(chunks):
+        unwrapped(chunk).load_state_dict(loaded[f"model{number}"])
+        _clear_padding(chunk)
+
+
+def _model_request(chunks: Sequence[Any]) -> dict[str, Any]:
+    return {f"model{i}": unwrapped(chunk).sharded_state_dict(metadata=_metadata()) for i, chunk in enumerate(chunks)}
+
+
+def _metadata() -> dict[str, Any]:
+    return {
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+        # The one format that loads at any tensor and pipeline layout; the default cannot be loaded by these versions at all.
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+    }
+
+
+def _write_in_process() -> None:
+    """Let Megatron's writer use threads, and a plain queue between functions of one process.
+
+    By default it starts a manager process, which imports the whole program again and outlives a killed trainer, and forks
+    writers from a process full of threads, for whose death it would wait for ever.
+    """
+    filesystem_async._results_queue = queue.Queue()
+    writer: Any = filesystem_async.FileSystemWriterAsync
+    if hasattr(writer, "write_preloaded_data_multiproc"):
+        writer.write_preloaded_data_multiproc = staticmethod(_write_buckets)
+
+
+def _write_buckets(transform_list: Any, use_msc: bool, rank: int, write_buckets: list[Any], global_results_queue: Any) -> None:
+    """In place of the forking function of megatron-core 0.16 (later versions use threads themselves)."""
+    write: Any = filesystem_async.FileSystemWriterAsync.write_preloaded_data
+    results: queue.Queue[tuple[int, Any]] = queue.Queue()
+    count: queue.Queue[int] = queue.Queue()
+    with ThreadPoolExecutor(max(len(write_buckets), 1)) as pool:
+        for number, bucket in enumerate(write_buckets):
+            count.put(number)
+            pool.submit(write, transform_list, number, bucket, results, count, use_fsync=True, use_msc=use_msc)
+    collected: dict[int, Any] = dict(results.get_nowait() for _ in write_buckets)
+    failed = next((value for value in collected.values() if isinstance(value, Exception)), None)
+    global_results_queue.put(collected if failed is None else failed)
+
+
+def _random_request(state: dict[str, Any] | None) -> ShardedObject:
+    return ShardedObject("random_state", state, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0)
+
+
+def _random_state() -> dict[str, Any]:
+    numpy_state: Any = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [numpy_state[0], numpy_state[1].tolist(), *numpy_state[2:]],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": _tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    torch.cuda.set_rng_state(state["cuda"])
+    _tracker().set_states(state["tracker"])
+
+
+def _tracker() -> Any:
+    return get_cuda_rng_tracker()
+
+
+def _clear_padding(chunk: Any) -> None:
+    """Rows past the vocabulary are zero: at another layout there may be more of them than the checkpoint holds."""
+    facts, model = facts_of(chunk), unwrapped(chunk)
+    embedding: Any = getattr(model, "embedding", None)
+    head: Any = getattr(model, "output_layer", None)
+    for weight in (None if embedding is None else embedding.word_embeddings.weight, None if head is None else head.weight):
+        if weight is not None:
+            start = mpu.get_tensor_model_parallel_rank() * weight.size(0)
+            with torch.no_grad():
+                weight[max(facts.shape.vocab - start, 0) :] = 0
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "world": dist.get_world_size(),
+        "tensor": mpu.get_tensor_model_parallel_world_size(),
+        "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+        "context": mpu.get_context_parallel_world_size(),
+        "expert": mpu.get_expert_model_parallel_world_size(),
+    }
+
+
+def _model_facts(chunks: Sequence[Any]) -> dict[str, Any]:
+    facts: ModelFacts = facts_of(chunks[0])
+    return {**dataclasses.asdict(facts.shape), "dtype": str(next(unwrapped(chunks[0]).parameters()).dtype)}
+
+
+def _kind(optimizer: Any) -> str:
+    """Whether the optimizer's state is sharded over data-parallel ranks: the two are stored in different ways."""
+    inner = getattr(optimizer, "chained_optimizers", [optimizer])
+    return type(inner[0]).__name__
+
+
+def _check_model(state: dict[str, Any], path: Path, chunks: Sequence[Any]) -> None:
+    ours, theirs = _model_facts(chunks), state["model"]
+    different = [f"{key} {theirs.get(key)}, here {value}" for key, value in ours.items() if theirs.get(key) != value]
+    if different:
+        raise ValueError(f"{path} holds another model: {'; '.join(different)}")
