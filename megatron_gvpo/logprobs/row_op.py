@@ -98,7 +98,7 @@ class Pass:
 
     @property
     def step(self) -> int:
-        return rows_per_chunk(self.source, self.op, self.chunking)
+        return rows_per_chunk(self.source, self.op, self.rows, self.chunking)
 
     def forward(self) -> Finished:
         return reduce_rows(self.source, self.op, self.rows, self.chunking)
@@ -118,15 +118,16 @@ class Pass:
         return reader.gradients()
 
 
-def rows_per_chunk(source: Source, op: Reduction, chunking: Chunking) -> int:
+def rows_per_chunk(source: Source, op: Reduction, rows: Rows, chunking: Chunking) -> int:
     """Rows a chunk; the same on every rank of the tensor-parallel group."""
     per_column = source.bytes_per_column + op.bytes_per_column
-    return chunking.rows_per_chunk(source.shard, source.device, per_column, source.fixed_bytes + op.fixed_bytes)
+    fixed = source.fixed_bytes + op.fixed_bytes
+    return chunking.rows_per_chunk(source.shard, source.device, per_column, fixed, rows.count)
 
 
 def reduce_rows(source: Source, op: Reduction, rows: Rows, chunking: Chunking) -> Finished:
     """All rows' results [R], by chunks, without gradient."""
-    step = rows_per_chunk(source, op, chunking)
+    step = rows_per_chunk(source, op, rows, chunking)
     reader = source.open(rows, step)
     op = op.open(rows, step)
     partials = [op.partial(reader.chunk(a, b), a) for a, b in spans(rows.count, step)]

@@ -122,14 +122,25 @@ class Chunking:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
 
-    def rows_per_chunk(self, shard: VocabShard, device: torch.device, bytes_per_column: int, fixed: int) -> int:
-        """Rows whose logits, at `bytes_per_column` of scratch each, fit in the budget next to `fixed` other bytes."""
+    def rows_per_chunk(
+        self, shard: VocabShard, device: torch.device, bytes_per_column: int, fixed: int, count: int | None = None
+    ) -> int:
+        """Rows whose logits, at `bytes_per_column` of scratch each, fit in the budget next to `fixed` other bytes.
+
+        With `count`, the rows that there are, no more than makes their chunks about equally high: a small last chunk
+        multiplies matrices slowly.
+        """
         if self.tokens is not None:
             return self.tokens
         budget = self.budget_bytes or (CUDA_BUDGET_BYTES if device.type == "cuda" else CPU_BUDGET_BYTES)
-        rows = max(0, budget - fixed) // max(1, bytes_per_column * shard.planned_width)
-        # Matmul tiles are multiples of 16 high.
-        return max(1, rows if rows < 16 else rows - rows % 16)
+        rows = max(1, max(0, budget - fixed) // max(1, bytes_per_column * shard.planned_width))
+        if rows < 16:
+            return rows
+        rows -= rows % 16  # matmul tiles are multiples of 16 high
+        if not count:
+            return rows
+        even = -(-count // -(-count // rows))
+        return min(rows, -(-even // 16) * 16)
 
 
 def spans(count: int, step: int) -> Iterator[tuple[int, int]]:
