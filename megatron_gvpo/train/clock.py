@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-PARTS = ("rollout", "reward", "logprobs", "forward_backward", "optimizer", "sync", "checkpoint", "eval")
+PARTS = ("rollout", "reward", "teacher", "logprobs", "gupo", "forward_backward", "optimizer", "sync", "checkpoint", "eval")
 
 
 class StepClock:

@@ -22,6 +22,7 @@ from megatron_gvpo.rollout.pool import PromptIds
 from megatron_gvpo.rollout.server import running_servers
 from megatron_gvpo.rollout.wire import Sampling
 from megatron_gvpo.train.clock import StepClock
+from megatron_gvpo.train.teacher import ServedTeachers, wants_served_teacher
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,9 @@ class Controller:
             RolloutEngine(endpoints, config.rollout, vocab_size=vocab_size, max_length=config.model.max_length)
         )
         self.sampling = Sampling.from_config(config.rollout, eos_ids)
+        self.teachers: ServedTeachers | None = None
+        if train and wants_served_teacher(config):
+            self.teachers = self._stack.enter_context(ServedTeachers(config, run_dir, self.tokenizer, self.sets.train))
         self.shaping = objective_config(config.objective.name, config.objective.options).shaping()
 
     def close(self) -> None:
@@ -91,6 +95,9 @@ class Controller:
             samples, overlong_penalties(lengths, limit, shaping.overlong_buffer, shaping.overlong_penalty), strict=True
         ):
             sample.reward = (sample.reward or 0.0) + penalty
+        if self.teachers is not None:
+            with clock.part("teacher"):
+                metrics |= self.teachers.collect()
         return samples, {**metrics, "data/epoch": self.stream.epoch}
 
     def _scored(self, prompts: Sequence[Prompt], label: str, clock: StepClock) -> tuple[list[list[Sample]], list[list[Score]]]:
@@ -98,11 +105,13 @@ class Controller:
         by_student = answered_by_student([p.id for p in prompts], self.shaping.on_policy_share, self.config.train.seed)
         asked = [p for p, student in zip(prompts, by_student, strict=True) if student]
         with clock.part("rollout"):
-            sampled = iter(self._generate(asked, label, self.config.rollout.group_size, self.sampling) if asked else [])
-            groups = [
-                next(sampled) if student else [self._data_answer(prompt, f"{label}:{i}:{prompt.id}")]
-                for i, (prompt, student) in enumerate(zip(prompts, by_student, strict=True))
-            ]
+            answers = {i: [self._data_answer(p, f"{label}:{i}:{p.id}")] for i, p in enumerate(prompts) if not by_student[i]}
+            if self.teachers is not None:
+                for i, answer in answers.items():
+                    self.teachers.submit(prompts[i], answer)
+            size = self.config.rollout.group_size
+            sampled = iter(self._generate(asked, label, size, self.sampling, teach=True) if asked else [])
+            groups = [answers[i] if i in answers else next(sampled) for i in range(len(prompts))]
         with clock.part("reward"):
             return groups, self._score(prompts, groups)
 
@@ -152,11 +161,16 @@ class Controller:
             metrics[f"eval/{name}_se"] = math.sqrt(variance / len(right))
         return metrics, [s for group in drawn for s in group]
 
-    def _generate(self, prompts: Sequence[Prompt], label: str, count: int, sampling: Sampling) -> list[list[Sample]]:
+    def _generate(
+        self, prompts: Sequence[Prompt], label: str, count: int, sampling: Sampling, *, teach: bool = False
+    ) -> list[list[Sample]]:
+        """Groups in the order of the prompts. teach: each is scored as soon as it is complete, while others are sampled."""
         asked = [PromptIds(f"{label}:{i}:{p.id}", p.token_ids) for i, p in enumerate(prompts)]
         found: dict[int, list[Sample]] = {}
         for group in self.engine.generate_groups(asked, count, sampling):
             found[group.index] = group.samples
+            if teach and self.teachers is not None:
+                self.teachers.submit(prompts[group.index], group.samples)
         for index, prompt in enumerate(prompts):
             for sample in found[index]:
                 sample.meta = {

@@ -24,13 +24,14 @@ class ControllerError(RuntimeError):
 
 def patience(config: Config) -> timedelta:
     """How long the other ranks wait for rank 0: the limits of everything it may be doing, added up."""
-    rollout = config.rollout
+    rollout, teacher = config.rollout, config.teacher
     seconds = (
         config.train.collective_timeout_s
         + rollout.request_timeout_s * (rollout.retries + 1)
         + rollout.sync_timeout_s
         + rollout.servers.start_timeout_s
         + config.reward.timeout_s
+        + (teacher.request_timeout_s * (teacher.retries + 1) + teacher.servers.start_timeout_s) * (teacher.where == "served")
     )
     return timedelta(seconds=seconds)
 

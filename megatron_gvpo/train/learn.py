@@ -16,6 +16,7 @@ from megatron_gvpo.config.schema import Config
 from megatron_gvpo.data.microbatch import plan_micro_batches
 from megatron_gvpo.data.samples import Sample
 from megatron_gvpo.mcore.batches import RankBatch
+from megatron_gvpo.mcore.gupo_step import GroupWeigher, GroupWeights
 from megatron_gvpo.mcore.step import Engine, StepResult
 from megatron_gvpo.objectives.base import Objective
 from megatron_gvpo.objectives.batch import Batch, kept_samples
@@ -41,9 +42,10 @@ class Learner:
         self.engine = engine
         self.objective = objective
         self.reference = reference
+        self.weigher = GroupWeigher(engine, config.gupo, config.train.seed) if config.gupo.enabled else None
 
-    def learn(self, samples: Sequence[Sample], clock: StepClock) -> Learned:
-        """`train.optimizer_steps` optimizer steps on the whole batch."""
+    def learn(self, samples: Sequence[Sample], step: int, clock: StepClock) -> Learned:
+        """`train.optimizer_steps` optimizer steps on the whole batch of the run's `step`."""
         samples, dropped = self._admit(samples)
         kept, rejected = kept_samples(samples, self.objective.needs.min_group_size)
         for drop in rejected:
@@ -51,18 +53,26 @@ class Learner:
         if not kept:
             return Learned([], None, torch.zeros(0, dtype=torch.float64), dropped, {})
         share = self.cut(samples, kept)
-        with clock.part("logprobs"):
-            fixed = self._fixed_signals(samples, kept, share)
+        weigher = self.weigher if self.weigher is not None and self.weigher.due(step) else None
         results: list[StepResult] = []
+        fixed: dict[str, Tensor] = {}
         batch: Batch | None = None
         first = torch.zeros(0, dtype=torch.float64)
+        weights: GroupWeights | None = None
         for number in range(self.config.train.optimizer_steps):
             with clock.part("logprobs"):
-                signals = self._signals(share, fixed, first_step=number == 0)
+                hidden = weigher.collect(share) if weigher else None
+                current_T = hidden.logprobs_T if hidden else None
+                if number == 0:
+                    fixed = self._fixed_signals(samples, kept, share, current_T)
+                signals = self._signals(share, fixed, number == 0, current_T)
                 batch, whole = self.engine.batch_of(samples, kept, share, signals)
+            if weigher and hidden:
+                with clock.part("gupo"):
+                    weights = weigher.weigh(hidden, batch, step, number)
             with clock.part("forward_backward"):
                 prepared = self.objective.prepare(batch, self.engine.comm)
-                result = self.engine.step(whole, batch, prepared)
+                result = self.engine.step(whole, batch, prepared, weights.multipliers_G if weights else None)
             clock.move("forward_backward", "optimizer", result.optimizer_seconds)
             if number == 0:
                 first = result.logprobs_T
@@ -72,6 +82,7 @@ class Learner:
             "batch/groups": float(batch.sequences.groups if batch else 0),
             "batch/sequences": float(len(kept)),
             "batch/micro_batches": float(len(share.micro_batches)),
+            **(weights.metrics if weights else {}),
         }
         return Learned(results, batch, first, dropped, metrics)
 
@@ -114,13 +125,20 @@ class Learner:
         """
         return self.config.train.optimizer_steps == 1 and self.objective.needs.old_cancels
 
-    def _fixed_signals(self, samples: Sequence[Sample], kept: Sequence[int], share: RankBatch) -> dict[str, Tensor]:
-        """What stays the same over the batch's optimizer steps: log-probs of the old policy and of the reference."""
+    def _fixed_signals(
+        self, samples: Sequence[Sample], kept: Sequence[int], share: RankBatch, current_T: Tensor | None
+    ) -> dict[str, Tensor]:
+        """What stays the same over the batch's optimizer steps: log-probs of the old policy and of the reference.
+
+        current_T: the policy's, where a pass has found them already.
+        """
         needs = self.objective.needs
         fixed: dict[str, Tensor] = {}
         if needs.old or needs.current:
             have_rollout = all(samples[i].rollout_logprobs is not None for i in kept)
-            if self._first_pass_cancels and have_rollout:
+            if current_T is not None:
+                fixed["old_logprobs"] = current_T
+            elif self._first_pass_cancels and have_rollout:
                 fixed["old_logprobs"] = share.tokens.signal("rollout_logprobs")
             else:
                 fixed["old_logprobs"] = self.engine.logprobs(share)
@@ -130,10 +148,14 @@ class Learner:
             fixed["ref_logprobs"] = self.engine.logprobs(share, self.reference)
         return fixed
 
-    def _signals(self, share: RankBatch, fixed: dict[str, Tensor], first_step: bool) -> dict[str, Tensor]:
+    def _signals(
+        self, share: RankBatch, fixed: dict[str, Tensor], first_step: bool, current_T: Tensor | None
+    ) -> dict[str, Tensor]:
         if not self.objective.needs.current:
             return fixed
-        return {**fixed, "logprobs": fixed["old_logprobs"] if first_step else self.engine.logprobs(share)}
+        if first_step:
+            return {**fixed, "logprobs": fixed["old_logprobs"]}
+        return {**fixed, "logprobs": self.engine.logprobs(share) if current_T is None else current_T}
 
 
 def without_trainer_signals(sample: Sample) -> Sample:

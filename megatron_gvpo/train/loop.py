@@ -101,7 +101,7 @@ class Loop:
 
     def _step(self, step: int, clock: StepClock) -> dict[str, float]:
         samples, row = self.exchange.from_controller(lambda: self._bring(step, clock))
-        learned = self.learner.learn(samples, clock)
+        learned = self.learner.learn(samples, step, clock)
         row.update(self._row(samples, learned))
         self._count_bad(step, learned, samples)
         with clock.part("sync"):

@@ -67,7 +67,13 @@ def train(
 
 def quiet_libraries() -> None:
     """Warnings of libraries that say what this project knows: missing GPU packages on a CPU, and calls that will change."""
-    for message in ("Transformer Engine", "Apex is not installed", "Please use DTensor", "full scope is deprecated"):
+    for message in (
+        "Transformer Engine",
+        "Apex is not installed",
+        "Please use DTensor",
+        "Tensor that is not a leaf",
+        "full scope is deprecated",
+    ):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|megatron\.")
 
