@@ -42,7 +42,7 @@ def make_training(
     # this when it is built.
     config.calculate_per_token_loss = True
     if bf16:
-        chunks = [Float16Module(config, chunk) for chunk in chunks]
+        chunks = [NarrowModule(config, chunk) for chunk in chunks]
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=precision.grad_reduce_fp32 and bf16,
         overlap_grad_reduce=optimizer.overlap_grad_reduce,
@@ -51,7 +51,7 @@ def make_training(
         # A non-finite gradient is found before the optimizer step, counted and skipped; DDP's own check would end the run.
         check_for_nan_in_grad=False,
     )
-    wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+    wrapped: list[Any] = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
     megatron = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -95,6 +95,13 @@ def make_training(
     if optimizer.overlap_param_gather:
         config.param_sync_func = [c.start_param_sync for c in wrapped] if len(wrapped) > 1 else wrapped[0].start_param_sync
     return Training(wrapped, megatron, scheduler)
+
+
+class NarrowModule(Float16Module):
+    """Megatron's bf16 wrapper, which widens what the last stage returns to fp32; the head's products want the weight's dtype."""
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return super().forward(*inputs, **{"fp32_output": False, **kwargs})
 
 
 def _finalize(model: list[Any], num_tokens: Any = None, **groups: Any) -> None:
