@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_gvpo.config.alignment import FP8_MULTIPLE
 from megatron_gvpo.config.facts import Facts, Problem, wrong
 from megatron_gvpo.config.hf_shape import ModelShape
 from megatron_gvpo.config.megatron_fields import OWNED, transformer_fields
 from megatron_gvpo.config.schema import Config, ParallelSection
 from megatron_gvpo.config.wording import did_you_mean
-
-# FP8 matrix products want both inner sizes to be multiples of this (Transformer Engine's documentation; MXFP8 and
-# block scaling quantise in blocks of 32 and 128).
-FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "mxfp8": 32, "blockwise": 128}
 
 
 def problems(facts: Facts) -> Iterator[Problem]:

@@ -1,58 +1,89 @@
 """GPU memory of a trainer rank, by part, from the config alone.
 
-Weights, gradients and optimizer state are counted; activations and the log-prob engine are estimated from what a layer keeps
-for its backward pass. Not in it: the allocator's fragmentation, NCCL's buffers and the CUDA context (a few GiB together).
+Weights, gradients and optimizer state are counted exactly; activations and the log-prob engine follow what their code keeps.
+Not in it: the allocator's fragmentation, NCCL's buffers and the CUDA context.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megatron_gvpo.config.hf_shape import ModelShape
 from megatron_gvpo.config.needs import Needs
 from megatron_gvpo.config.schema import Config
-from megatron_gvpo.launch.parameters import padded_vocab, rank_parameters, stage_layers
+from megatron_gvpo.launch.activations import activation_bytes, element_bytes
+from megatron_gvpo.launch.hardware import GIB
+from megatron_gvpo.launch.head_memory import gupo_memory, head_memory
+from megatron_gvpo.launch.parameters import count_parameters, fp8_parameters, padded_vocab, rank_parameters
 
-GIB = 1 << 30
-# The log-prob engine works on this many tokens at a time.
-HEAD_CHUNK_TOKENS = 1024
+__all__ = ["GIB", "RankMemory", "rank_memory"]
+
+# Held from start to end; the others come and go.
+_ALWAYS = ("weights", "fp8_copies", "gradients", "optimizer", "reference", "teacher")
+_PHASES = {"training": ("activations", "logprobs"), "gupo": ("gupo",), "weight_sync": ("weight_sync",)}
 
 
-def rank_memory(config: Config, shape: ModelShape, needs: Needs, stage: int, teacher: ModelShape | None = None) -> dict[str, int]:
-    """Bytes by part on one rank of pipeline stage `stage`. `teacher`: a colocated teacher's shape."""
-    parallel, precision, optimizer = config.parallel, config.precision, config.optimizer
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes by part. Parts of different phases are never held together, so `total` can be less than the sum."""
+
+    parts: dict[str, int]
+
+    @property
+    def always(self) -> int:
+        return sum(size for part, size in self.parts.items() if part in _ALWAYS)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """What each phase holds on top of `always`."""
+        return {phase: sum(self.parts.get(part, 0) for part in parts) for phase, parts in _PHASES.items()}
+
+    @property
+    def total(self) -> int:
+        return self.always + max(self.phases.values())
+
+    @property
+    def fullest(self) -> str:
+        phases = self.phases
+        return max(phases, key=lambda phase: phases[phase])
+
+
+def rank_memory(config: Config, shape: ModelShape, needs: Needs, stage: int, teacher: ModelShape | None = None) -> RankMemory:
+    """One rank of pipeline stage `stage`. teacher: a colocated teacher's shape."""
+    parallel, precision, size = config.parallel, config.precision, element_bytes(config)
     held = rank_parameters(shape, parallel, stage)
-    size = _element_bytes(config)
-    dense_copies, expert_copies = _optimizer_copies(config, shape)
+    last = stage == parallel.pipeline - 1
+    head = head_memory(config, shape) if last else 0
     parts = {
-        "weights": held.total * (1 if precision.fp8_params else size),
+        "weights": held.total * size,
         "gradients": held.total * (4 if precision.grad_reduce_fp32 else size),
-        # Adam's two moments in fp32, and fp32 master weights beside bf16 ones.
-        "optimizer": 0
-        if optimizer.cpu_offload
-        else (held.dense // dense_copies + held.experts // expert_copies) * (8 if size == 4 else 12),
-        "activations": _activations(config, shape, stage),
-        "logprobs": _head(config, shape) if stage == parallel.pipeline - 1 else 0,
+        "optimizer": _optimizer(config, shape, held.dense, held.experts),
+        "activations": activation_bytes(config, shape, stage),
+        "logprobs": head,
     }
+    if precision.fp8 != "none" and not precision.fp8_params:
+        # Each product's weight, quantised for the forward and for the backward pass, and kept over the micro-batches. Weights
+        # that are themselves FP8 take these two bytes in place of bf16's.
+        parts["fp8_copies"] = 2 * fp8_parameters(config, shape, stage)
     if needs.reference:
         parts["reference"] = held.total * size
     if teacher is not None:
         parts["teacher"] = rank_parameters(teacher, parallel, stage).total * size
-    return parts
+    if config.gupo.enabled is not False and last:
+        parts["gupo"] = gupo_memory(config, shape)
+    parts["weight_sync"] = _weight_sync(config, shape)
+    return RankMemory(parts)
 
 
-def micro_batch_tokens(config: Config) -> int:
-    """Tokens of a micro-batch on one context-parallel rank, at most."""
-    by_samples = config.train.micro_batch_size * config.model.max_length
-    # A sample longer than the budget is a micro-batch of its own.
-    tokens = by_samples or max(config.train.micro_batch_tokens, config.model.max_length)
-    samples = -(-config.rollout.prompts_per_step * config.rollout.group_size // config.parallel.data)
-    return -(-min(tokens, samples * config.model.max_length) // config.parallel.context)
+def _optimizer(config: Config, shape: ModelShape, dense: int, experts: int) -> int:
+    """Adam's two moments in fp32, and fp32 master weights beside bf16 ones, of this rank's shard."""
+    if config.optimizer.cpu_offload:
+        return 0
+    dense_copies, expert_copies = optimizer_copies(config, shape)
+    return (dense // dense_copies + experts // expert_copies) * (8 if element_bytes(config) == 4 else 12)
 
 
-def _element_bytes(config: Config) -> int:
-    return 4 if config.precision.params == "fp32" else 2
-
-
-def _optimizer_copies(config: Config, shape: ModelShape) -> tuple[int, int]:
+def optimizer_copies(config: Config, shape: ModelShape) -> tuple[int, int]:
     """Over how many ranks the optimizer state of dense and of expert parameters is sharded."""
     parallel = config.parallel
     if not config.optimizer.distributed:
@@ -63,50 +94,9 @@ def _optimizer_copies(config: Config, shape: ModelShape) -> tuple[int, int]:
     return dense, parallel.world_size // ((parallel.expert_tensor or parallel.tensor) * parallel.expert * parallel.pipeline)
 
 
-def _activations(config: Config, shape: ModelShape, stage: int) -> int:
-    parallel, tokens = config.parallel, micro_batch_tokens(config)
-    layers = stage_layers(shape, parallel)[stage]
-    size = _element_bytes(config)
-    layer_input = tokens * shape.hidden * size // (parallel.tensor if parallel.sequence else 1)
-    in_flight = _micro_batches_in_flight(config, stage)
-    if config.model.recompute == "full":
-        # Each layer keeps its input; one layer at a time is computed again.
-        return int(in_flight * layers * layer_input) + _layer_activations(config, shape, tokens)
-    return int(in_flight * layers * _layer_activations(config, shape, tokens))
-
-
-def _micro_batches_in_flight(config: Config, stage: int) -> float:
-    """1F1B: stage i of p holds p - i; with v interleaved chunks it runs 2(p - i - 1) + (v - 1)p + 1 of its chunks ahead
-    (arXiv 2104.04473, section 2.2)."""
-    pipeline, chunks = config.parallel.pipeline, config.parallel.virtual_pipeline or 1
-    ahead = pipeline - stage if chunks == 1 else (2 * (pipeline - stage - 1) + (chunks - 1) * pipeline + 1) / chunks
-    samples = config.rollout.prompts_per_step * config.rollout.group_size / config.parallel.data
-    count = samples * config.model.max_length / config.parallel.context / micro_batch_tokens(config)
-    return max(1.0, min(count, ahead))
-
-
-def _layer_activations(config: Config, shape: ModelShape, tokens: int) -> int:
-    """Bytes that one layer keeps of one micro-batch: inputs and outputs of the norms, q, k, v, the attention's output, and
-    gate, up and their product (after arXiv 2205.05198, section 4, with flash attention, grouped queries and SwiGLU)."""
-    parallel, size = config.parallel, _element_bytes(config)
-    tensor = parallel.tensor
-    along_hidden = 4 * shape.hidden // (tensor if parallel.sequence else 1)
-    attention = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim // tensor
-    if shape.experts is None:
-        feed_forward = 3 * shape.ffn // tensor
-    else:
-        wide = 3 * shape.experts.ffn // (parallel.expert_tensor or tensor)
-        feed_forward = shape.experts.per_token * (wide + shape.hidden)
-    total = tokens * (along_hidden + attention + feed_forward) * size
-    if config.train.device == "cpu" and config.model.recompute == "none":
-        # Without flash attention the scores and their softmax are kept: length x length for each sequence and head.
-        length = min(config.model.max_length, tokens)
-        total += 2 * tokens * length * (shape.heads // tensor) * size
-    return total
-
-
-def _head(config: Config, shape: ModelShape) -> int:
-    """The last hidden states, and two fp32 copies of one chunk of logits; nothing as wide as the vocabulary is kept."""
-    tokens = micro_batch_tokens(config)
-    chunk = min(tokens, HEAD_CHUNK_TOKENS) * padded_vocab(shape, config.parallel) // config.parallel.tensor
-    return tokens * shape.hidden * _element_bytes(config) + 2 * 4 * chunk
+def _weight_sync(config: Config, shape: ModelShape) -> int:
+    """The largest matrix gathered and put together, and a bucket with its flattened copy."""
+    size = element_bytes(config)
+    largest = max(padded_vocab(shape, config.parallel), 2 * shape.ffn) * shape.hidden * size
+    whole = sum(count_parameters(shape).values()) * size
+    return 2 * largest + 2 * min(config.rollout.bucket_mib * 2**20, whole)

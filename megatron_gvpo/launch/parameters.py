@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_gvpo.config.hf_shape import ModelShape
-from megatron_gvpo.config.schema import ParallelSection
+from megatron_gvpo.config.schema import Config, ParallelSection
 
 # The model builder pads the vocabulary to a multiple of this and of the tensor-parallel size.
 VOCAB_MULTIPLE = 128
@@ -101,3 +101,23 @@ def rank_parameters(shape: ModelShape, parallel: ParallelSection, stage: int) ->
         if not shape.tied or parallel.pipeline > 1:
             dense += table
     return RankParameters(dense, experts)
+
+
+def fp8_parameters(config: Config, shape: ModelShape, stage: int) -> int:
+    """Weights of one rank whose products run in FP8: linear layers outside the first and last layers that stay in bf16."""
+    layers, parallel, precision = stage_layers(shape, config.parallel), config.parallel, config.precision
+    if precision.fp8 == "none":
+        return 0
+    start = sum(layers[:stage])
+    in_bf16 = 0
+    if precision.fp8 != "delayed":
+        first, last = precision.bf16_first_layers, shape.layers - precision.bf16_last_layers
+        in_bf16 = sum(not first <= layer < last for layer in range(start, start + layers[stage]))
+    parts = layer_parameters(shape)
+    expert_tensor = parallel.expert_tensor or parallel.tensor
+    per_layer = parts["attention"].sharded // parallel.tensor
+    if "experts" in parts:
+        per_layer += parts["experts"].sharded // (parallel.expert * expert_tensor)
+    else:
+        per_layer += parts["mlp"].sharded // parallel.tensor
+    return (layers[stage] - in_bf16) * per_layer
