@@ -34,6 +34,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_gvpo.mcore import adam_state, checkpoint_files
 from megatron_gvpo.mcore.agreement import attempt, from_all, from_rank_0, words
+from megatron_gvpo.mcore.errors import SetupError
 from megatron_gvpo.mcore.model import ModelFacts, facts_of, unwrapped
 from megatron_gvpo.mcore.optimizer import Training
 
@@ -87,7 +88,7 @@ def load_checkpoint(root: str | Path, training: Training) -> dict[str, Any] | No
     state = checkpoint_files.read_state(path)
     _check_model(state, path, training.chunks)
     if state["optimizer"] != _kind(training.optimizer):
-        raise ValueError(
+        raise SetupError(
             f"{path} was written by a {state['optimizer']}, this run has a {_kind(training.optimizer)}: "
             "set optimizer.distributed and precision.params as they were"
         )
@@ -102,7 +103,7 @@ def load_weights(root: str | Path, chunks: Sequence[Any]) -> int:
     """Only the weights of the newest whole checkpoint under `root`; the step that wrote it. ValueError where there is none."""
     path = newest(root)
     if path is None:
-        raise ValueError(f"{root} holds no checkpoint")
+        raise SetupError(f"{root} holds no checkpoint")
     state = checkpoint_files.read_state(path)
     _check_model(state, path, chunks)
 
@@ -130,7 +131,7 @@ def _load(path: Path, read: Callable[[], None]) -> None:
     error = attempt(read)
     trouble = from_all(words(error))
     if trouble:
-        raise ValueError(f"{path} cannot be loaded: {trouble}") from error
+        raise SetupError(f"{path} cannot be loaded: {trouble}") from error
 
 
 def _write(part: Path, training: Training) -> None:
@@ -288,4 +289,4 @@ def _check_model(state: dict[str, Any], path: Path, chunks: Sequence[Any]) -> No
     ours, theirs = _model_facts(chunks), state["model"]
     different = [f"{key} {theirs.get(key)}, here {value}" for key, value in ours.items() if theirs.get(key) != value]
     if different:
-        raise ValueError(f"{path} holds another model: {'; '.join(different)}")
+        raise SetupError(f"{path} holds another model: {'; '.join(different)}")

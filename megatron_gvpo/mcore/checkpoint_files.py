@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_gvpo.mcore.errors import SetupError
+
 log = logging.getLogger(__name__)
 
 LATEST = "latest"
@@ -115,7 +117,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path / STATE} cannot be read: {error}") from error
+        raise SetupError(f"{path / STATE} cannot be read: {error}") from error
 
 
 def prune(root: Path, keep: int, keep_every: int = 0) -> list[Path]:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_gvpo.config.hf_shape import ModelShape
+from megatron_gvpo.mcore.errors import SetupError
 
 INDEX = "model.safetensors.index.json"
 # What a folder holds beside weights, and what a server or a later training run needs of it.
@@ -72,7 +73,7 @@ class HfFolder:
     def tensor(self, name: str) -> Tensor:
         tensor = self._open(self._where[name]).get_tensor(name)
         if tuple(tensor.shape) != self._sizes[name]:
-            raise ValueError(
+            raise SetupError(
                 f"{self.path}: {name} has the shape {list(tensor.shape)}, config.json says {list(self._sizes[name])}"
             )
         return tensor
@@ -80,10 +81,10 @@ class HfFolder:
     def _check(self, shape: ModelShape) -> None:
         missing = [name for name in self._sizes if name not in self._where]
         if missing:
-            raise ValueError(f"{self.path}: these tensors are missing: {_some(missing)}")
+            raise SetupError(f"{self.path}: these tensors are missing: {_some(missing)}")
         unexpected = [name for name in self._where if name not in self._sizes and not _harmless(name, shape)]
         if unexpected:
-            raise ValueError(f"{self.path}: config.json describes a model without these tensors: {_some(unexpected)}")
+            raise SetupError(f"{self.path}: config.json describes a model without these tensors: {_some(unexpected)}")
 
     def _find(self) -> dict[str, str]:
         index = self.path / INDEX
@@ -91,16 +92,16 @@ class HfFolder:
             try:
                 where = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{index}: not an index of safetensors files ({type(error).__name__}: {error})") from None
+                raise SetupError(f"{index}: not an index of safetensors files ({type(error).__name__}: {error})") from None
             for file in set(where.values()):
                 if Path(file).name != file or not (self.path / file).is_file():
-                    raise ValueError(f"{index}: names the file {file!r}, which is not in the folder")
+                    raise SetupError(f"{index}: names the file {file!r}, which is not in the folder")
             return where
         files = sorted(path.name for path in self.path.glob("*.safetensors"))
         if not files:
             pickled = any(self.path.glob("*.bin"))
             hint = "only pickled weights (*.bin), which are not opened: convert them" if pickled else "no *.safetensors"
-            raise ValueError(f"{self.path}: {hint}")
+            raise SetupError(f"{self.path}: {hint}")
         return {name: file for file in files for name in self._open(file).keys()}  # noqa: SIM118 - not a dict
 
     def _open(self, file: str) -> Any:
@@ -108,7 +109,7 @@ class HfFolder:
             try:
                 self._files[file] = safe_open(self.path / file, framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.path / file}: cannot be read as safetensors: {error}") from error
+                raise SetupError(f"{self.path / file}: cannot be read as safetensors: {error}") from error
         return self._files[file]
 
 

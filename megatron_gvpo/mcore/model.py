@@ -24,6 +24,7 @@ from torch import Tensor
 from megatron_gvpo.config.hf_shape import ModelShape, read_shape
 from megatron_gvpo.config.schema import ModelSection, ParallelSection, PrecisionSection
 from megatron_gvpo.logprobs.shard import VocabShard
+from megatron_gvpo.mcore.errors import SetupError
 from megatron_gvpo.mcore.spec import layer_spec, transformer_engine_works
 from megatron_gvpo.mcore.startup import Ranks
 
@@ -144,24 +145,24 @@ def transformer_config(
         return TransformerConfig(**fields)
     except (AssertionError, ValueError, TypeError) as error:
         text = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"Megatron-Core refuses this model: {text}") from error
+        raise SetupError(f"Megatron-Core refuses this model: {text}") from error
 
 
 def check_shape(shape: ModelShape, parallel: ParallelSection) -> None:
     """ValueError for a model that is not built here, or that the layout cannot cut."""
     if shape.experts is not None:
-        raise ValueError(f"{shape.family} models (mixtures of experts) cannot be built; supported: llama, qwen2, qwen3")
+        raise SetupError(f"{shape.family} models (mixtures of experts) cannot be built; supported: llama, qwen2, qwen3")
     if shape.out_bias or shape.mlp_bias:
-        raise ValueError("a bias on the attention's output projection or in the MLP is not supported (attention_bias, mlp_bias)")
+        raise SetupError("a bias on the attention's output projection or in the MLP is not supported (attention_bias, mlp_bias)")
     for name, count in (("heads", shape.heads), ("key-value heads", shape.kv_heads), ("ffn", shape.ffn)):
         if count % parallel.tensor:
-            raise ValueError(f"parallel.tensor {parallel.tensor} does not divide the model's {count} {name}")
+            raise SetupError(f"parallel.tensor {parallel.tensor} does not divide the model's {count} {name}")
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
     middle = parallel.pipeline - (first is not None) - (last is not None)
     left = shape.layers - (first or 0) - (last or 0)
     chunks = middle * (parallel.virtual_pipeline or 1)
     if left < chunks or (middle == 0 and left) or (middle and left % chunks):
-        raise ValueError(
+        raise SetupError(
             f"{shape.layers} layers do not divide over {parallel.pipeline} pipeline stages x {parallel.virtual_pipeline or 1} "
             f"chunks (first_stage_layers {first}, last_stage_layers {last}): set one of these two so that the rest divides"
         )
@@ -278,7 +279,7 @@ def _fp8(precision: PrecisionSection, engine: bool) -> dict[str, Any]:
     if precision.fp8 == "none":
         return {}
     if not engine:
-        raise ValueError(f"precision.fp8 {precision.fp8} needs a GPU and Transformer Engine; set precision.fp8: none here")
+        raise SetupError(f"precision.fp8 {precision.fp8} needs a GPU and Transformer Engine; set precision.fp8: none here")
     return {
         # Gradients of the scaled-by-block recipes keep enough range in e4m3; the per-tensor ones want e5m2 for them.
         "fp8": "e4m3" if precision.fp8 in ("mxfp8", "blockwise") else "hybrid",
@@ -295,14 +296,14 @@ def _overrides(model: ModelSection) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in model.megatron.items():
         if name in _OWNED:
-            raise ValueError(f"model.megatron.{name}: this is set by {_OWNED[name]}")
+            raise SetupError(f"model.megatron.{name}: this is set by {_OWNED[name]}")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"model.megatron.{name}: Megatron-Core's TransformerConfig has no such field{hint}")
+            raise SetupError(f"model.megatron.{name}: Megatron-Core's TransformerConfig has no such field{hint}")
         if name == "attention_backend" and isinstance(value, str):
             if value not in AttnBackend.__members__:
-                raise ValueError(f"model.megatron.attention_backend: {value!r} is none of {', '.join(AttnBackend.__members__)}")
+                raise SetupError(f"model.megatron.attention_backend: {value!r} is none of {', '.join(AttnBackend.__members__)}")
             value = AttnBackend[value]
         fields[name] = value
     return fields

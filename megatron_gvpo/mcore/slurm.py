@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from megatron_gvpo.mcore.errors import SetupError
+
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,7 +33,7 @@ def expand_nodes(nodelist: str) -> list[str]:
     for item in _split(nodelist.strip()):
         names.extend(_expand(item, nodelist))
     if not names:
-        raise ValueError(f"the SLURM node list {nodelist!r} names no host")
+        raise SetupError(f"the SLURM node list {nodelist!r} names no host")
     return names
 
 
@@ -47,9 +49,9 @@ def _split(text: str) -> Iterator[str]:
             yield text[start:place]
             start = place + 1
         if depth not in (0, 1):
-            raise ValueError(f"brackets do not match in the SLURM node list {text!r}")
+            raise SetupError(f"brackets do not match in the SLURM node list {text!r}")
     if depth:
-        raise ValueError(f"brackets do not match in the SLURM node list {text!r}")
+        raise SetupError(f"brackets do not match in the SLURM node list {text!r}")
     if text[start:]:
         yield text[start:]
 
@@ -58,14 +60,14 @@ def _expand(item: str, nodelist: str) -> list[str]:
     match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]*)\](.*)", item)
     if match is None:
         if not re.fullmatch(r"[A-Za-z0-9._-]+", item):
-            raise ValueError(f"{item!r} in the SLURM node list {nodelist!r} is no host name")
+            raise SetupError(f"{item!r} in the SLURM node list {nodelist!r} is no host name")
         return [item]
     head, ranges, tail = match.groups()
     numbers: list[str] = []
     for part in ranges.split(","):
         bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
         if bounds is None or (bounds[2] is not None and int(bounds[2]) < int(bounds[1])):
-            raise ValueError(f"{part!r} in the SLURM node list {nodelist!r} is no range")
+            raise SetupError(f"{part!r} in the SLURM node list {nodelist!r} is no range")
         width = len(bounds[1])
         numbers.extend(str(n).zfill(width) for n in range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
     ends = _expand(tail, nodelist) if tail else [""]
@@ -81,7 +83,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
     if "RANK" in environ or "WORLD_SIZE" in environ:
         missing = [name for name in _TORCHRUN if name not in environ]
         if missing:
-            raise ValueError(f"{' and '.join(missing)} not set, though RANK or WORLD_SIZE is: start with torchrun, or unset both")
+            raise SetupError(f"{' and '.join(missing)} not set, though RANK or WORLD_SIZE is: start with torchrun, or unset both")
         place = Place(
             rank=_number(environ, "RANK"),
             world=_number(environ, "WORLD_SIZE"),
@@ -95,7 +97,7 @@ def find_place(environ: Mapping[str, str]) -> Place:
     else:
         return Place(0, 1, 0, "127.0.0.1", 0, "single")
     if not 0 <= place.rank < place.world:
-        raise ValueError(f"{place.source} says rank {place.rank} of {place.world}: the rank must be below the number of ranks")
+        raise SetupError(f"{place.source} says rank {place.rank} of {place.world}: the rank must be below the number of ranks")
     return place
 
 
@@ -104,7 +106,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Place:
     world = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
     nodes = next((environ[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if n in environ), None)
     if nodes is None:
-        raise ValueError("SLURM_PROCID is set, but no SLURM_JOB_NODELIST says where rank 0 runs: start with srun")
+        raise SetupError("SLURM_PROCID is set, but no SLURM_JOB_NODELIST says where rank 0 runs: start with srun")
     job, step = _number(environ, "SLURM_JOB_ID", 0), _number(environ, "SLURM_STEP_ID", 0)
     return Place(
         rank=_number(environ, "SLURM_PROCID"),
@@ -121,9 +123,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     text = environ.get(name)
     if text is None:
         if default is None:
-            raise ValueError(f"{name} is not set: start with torchrun or srun")
+            raise SetupError(f"{name} is not set: start with torchrun or srun")
         return default
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"{name} is {text!r}, which is no whole number") from None
+        raise SetupError(f"{name} is {text!r}, which is no whole number") from None

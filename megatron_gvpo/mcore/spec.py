@@ -22,6 +22,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_gvpo.mcore.errors import SetupError
+
 log = logging.getLogger(__name__)
 
 
@@ -87,10 +89,10 @@ class PlainAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if dropout:
-            raise ValueError(f"attention dropout is {dropout}; training against sampled responses wants it to be 0")
+            raise SetupError(f"attention dropout is {dropout}; training against sampled responses wants it to be 0")
         channels = config.kv_channels
         if softmax_scale is None and channels is None:
-            raise ValueError("the attention needs kv_channels or a softmax scale")
+            raise SetupError("the attention needs kv_channels or a softmax scale")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(channels or 1)
         group: Any = getattr(pg_collection, "cp", None)
         self.cp_group: Any = group if group is not None else parallel_state.get_context_parallel_group()
@@ -112,7 +114,7 @@ class PlainAttention(MegatronModule):
         the end of a sequence.
         """
         if attention_mask is not None or attention_bias is not None:
-            raise ValueError("the plain PyTorch attention is causal: attention_mask and attention_bias must be None")
+            raise SetupError("the plain PyTorch attention is causal: attention_mask and attention_bias must be None")
         packed = query.dim() == 3
         if packed:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from megatron_gvpo.config.schema import ParallelSection, PrecisionSection, TrainSection
+from megatron_gvpo.mcore.errors import JoinError, SetupError
 from megatron_gvpo.mcore.slurm import Place, find_place
 
 # Tensor-parallel ranks are neighbours, so that they share a machine; pipeline stages, which talk least, are farthest apart.
@@ -73,7 +74,7 @@ def start(parallel: ParallelSection, train: TrainSection, precision: PrecisionSe
     _environment(train, parallel)
     if not dist.is_initialized():
         _join(place, device, timedelta(seconds=train.collective_timeout_s))
-    _build_groups(parallel, train)
+    build_groups(parallel, train)
     ranks = current_ranks(device, place.local_rank, parallel.virtual_pipeline)
     _seed(train.seed, ranks)
     return ranks
@@ -94,19 +95,19 @@ def check_layout(parallel: ParallelSection, place: Place) -> None:
     model = parallel.tensor * parallel.pipeline * parallel.context
     sizes = f"parallel: tensor {parallel.tensor} x pipeline {parallel.pipeline} x context {parallel.context} = {model}"
     if place.world != parallel.world_size:
-        raise ValueError(
+        raise SetupError(
             f"parallel: {parallel.nodes} nodes x {parallel.gpus_per_node} gpus_per_node = {parallel.world_size} ranks, "
             f"but {place.source} started {place.world}: change parallel.nodes or parallel.gpus_per_node, or the launch"
         )
     if place.world % model:
-        raise ValueError(f"{sizes} does not divide the {place.world} ranks: change one of them, or parallel.nodes")
+        raise SetupError(f"{sizes} does not divide the {place.world} ranks: change one of them, or parallel.nodes")
     data_context = place.world // (parallel.tensor * parallel.pipeline)
     if parallel.expert > 1 and place.world % ((parallel.expert_tensor or parallel.tensor) * parallel.expert * parallel.pipeline):
-        raise ValueError(
+        raise SetupError(
             f"parallel.expert {parallel.expert} does not fit: tensor x pipeline leave {data_context} data and context ranks"
         )
     if (parallel.virtual_pipeline or 1) > 1 and parallel.pipeline == 1:
-        raise ValueError("parallel.virtual_pipeline needs parallel.pipeline > 1: leave it out, or raise parallel.pipeline")
+        raise SetupError("parallel.virtual_pipeline needs parallel.pipeline > 1: leave it out, or raise parallel.pipeline")
 
 
 def current_ranks(device: torch.device, local_rank: int, virtual_pipeline: int | None) -> Ranks:
@@ -140,10 +141,10 @@ def _device(train: TrainSection, place: Place) -> torch.device:
         torch.set_num_threads(train.threads)
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ValueError("train.device is cuda, but torch finds no usable GPU here: use a GPU machine, or train.device=cpu")
+        raise SetupError("train.device is cuda, but torch finds no usable GPU here: use a GPU machine, or train.device=cpu")
     visible = torch.cuda.device_count()
     if place.local_rank >= visible and visible > 1:
-        raise ValueError(
+        raise SetupError(
             f"rank {place.rank} is number {place.local_rank} on {socket.gethostname()}, which shows {visible} GPUs: "
             "parallel.gpus_per_node is more than there are"
         )
@@ -175,13 +176,14 @@ def _join(place: Place, device: torch.device, timeout: timedelta) -> None:
         dist.init_process_group(backend, rank=place.rank, world_size=place.world, timeout=timeout, **where)
     except (dist.DistError, TimeoutError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TimeoutError(
+        raise JoinError(
             f"rank {place.rank} of {place.world} could not join the job at {place.address}:{place.port} "
             f"(limit train.collective_timeout_s = {timeout.total_seconds():.0f} s): {reason}"
         ) from error
 
 
-def _build_groups(parallel: ParallelSection, train: TrainSection) -> None:
+def build_groups(parallel: ParallelSection, train: TrainSection) -> None:
+    """Megatron-Core's process groups of every kind, over the default group's ranks."""
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
