@@ -13,9 +13,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from megatron_gvpo.data.errors import DataError
+
+if TYPE_CHECKING:
+    from megatron_gvpo.data.teacher_top import TeacherTop
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -26,7 +29,8 @@ TOKEN_SIGNALS = ("logprobs", "rollout_logprobs", "old_logprobs", "ref_logprobs",
 class Sample:
     """A prompt and one response to it. Every list is per response token; None is an absent signal.
 
-    weight_versions: (version, first response token that it sampled), in order.
+    weight_versions: (version, first response token that it sampled), in order. teacher_top: the teacher's likeliest ids at
+    every response token; large, so it stays in memory and is not written to samples files.
     """
 
     group: str
@@ -43,6 +47,7 @@ class Sample:
     finish_reason: FinishReason = "stop"
     weight_versions: list[tuple[str, int]] = field(default_factory=list)
     meta: dict[str, Any] = field(default_factory=dict)
+    teacher_top: TeacherTop | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         """Tokens of prompt and response."""
@@ -133,6 +138,7 @@ def sample_from_record(record: dict[str, Any], where: str) -> Sample:
     finish = record.get("finish_reason")
     if finish is not None and finish not in get_args(FinishReason):
         raise wrong(f"finish_reason must be one of {', '.join(get_args(FinishReason))}, not {_show(finish)}")
+    signals: dict[str, Any] = {name: _signal(record.get(name), name, mask, wrong) for name in TOKEN_SIGNALS}
     return Sample(
         group=str(group),
         prompt_ids=_ids(record.get("prompt_ids", []), "prompt_ids", wrong),
@@ -143,7 +149,7 @@ def sample_from_record(record: dict[str, Any], where: str) -> Sample:
         finish_reason=finish or "stop",
         weight_versions=_versions(record, len(response_ids), wrong),
         meta=meta,
-        **{name: _signal(record.get(name), name, mask, wrong) for name in TOKEN_SIGNALS},
+        **signals,
     )
 
 
