@@ -30,6 +30,7 @@ from megatron_gvpo.objectives.batch import TokenTable
 ModelOutputs = Literal["hidden", "logits"]
 LossFunc = Callable[..., Any]
 ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, LossFunc]]
+ModelCall = Callable[[Any, MicroBatch], Tensor]
 
 
 @dataclass
@@ -37,7 +38,8 @@ class StepInput:
     """One micro-batch, what the objective prepared for it, and where its results are put.
 
     tokens: the micro-batch's own rows of the rank's table. group_weight_T: GUPO's multiplier of each token's group, if any.
-    scale: what the schedule and DDP will divide by, multiplied in beforehand. Results (without grad) appear on the last stage.
+    scale: what the schedule, DDP and the finalizer will divide by, multiplied in beforehand; loss_divisor: the schedule's share
+    of it, which divides the loss itself. Results (without grad) appear on the last stage.
     """
 
     micro: MicroBatch
@@ -45,6 +47,7 @@ class StepInput:
     prepared: Prepared | None = None
     group_weight_T: Tensor | None = None
     scale: float = 1.0
+    loss_divisor: float = 1.0
     logprobs_T: Tensor | None = None
     entropy_T: Tensor | None = None
     loss_sum: float = 0.0
@@ -91,23 +94,30 @@ def trained_logprobs(output: Tensor, model: Any, micro: MicroBatch, head: HeadSe
     )
 
 
-def objective_forward_step(objective: Objective[Any], head: HeadSettings, batch_of: Callable[[Any], StepInput]) -> ForwardStep:
+def call_model(model: Any, micro: MicroBatch) -> Tensor:
+    """What a `GPTModel` is called with: no labels, so that it returns logits, and no mask, since attention is causal."""
+    return model(micro.tokens_BS, micro.positions_BS, None)
+
+
+def objective_forward_step(
+    objective: Objective[Any], head: HeadSettings, batch_of: Callable[[Any], StepInput], call: ModelCall = call_model
+) -> ForwardStep:
     """A `forward_step` for `get_forward_backward_func()` whose iterator items become a `StepInput` through `batch_of`."""
 
     def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, LossFunc]:
         item = batch_of(next(data_iterator))
-        output = model(item.micro.tokens_BS, item.micro.positions_BS, None)
+        output = call(model, item.micro)
         return output, partial(_loss, objective=objective, head=head, item=item, model=model)
 
     return forward_step
 
 
-def logprob_forward_step(head: HeadSettings, entropy: bool) -> ForwardStep:
+def logprob_forward_step(head: HeadSettings, entropy: bool, call: ModelCall = call_model) -> ForwardStep:
     """A forward-only `forward_step`: log-probs of the trained tokens, kept in each `StepInput`."""
 
     def forward_step(data_iterator: Iterator[StepInput], model: Any) -> tuple[Tensor, LossFunc]:
         item = next(data_iterator)
-        output = model(item.micro.tokens_BS, item.micro.positions_BS, None)
+        output = call(model, item.micro)
 
         def collect(output: Tensor, non_loss_data: bool = True) -> Tensor:
             found = trained_logprobs(output, model, item.micro, head, entropy)
@@ -153,7 +163,7 @@ def _score_loss(output: Tensor, model: Any, item: StepInput, head: HeadSettings,
             coefficients_R,
             head.shard,
             # What arrives at `found.loss` in the backward pass; Megatron multiplies the loss scale in (1 but for fp16).
-            scale=scale * _loss_scale(model),
+            scale=scale * _loss_scale(model) / item.loss_divisor,
             bias=layer.bias,
             temperature=head.temperature,
             chunk_tokens=head.chunk_tokens,

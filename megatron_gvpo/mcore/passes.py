@@ -96,6 +96,24 @@ class Passes:
         self.broadcast_from_last_stage(values)
         return values.cpu()
 
+    def global_numbers(self, items: list[StepInput], batch: Batch, prepared: Prepared) -> tuple[float, dict[str, float]]:
+        """The loss and the metrics of the whole batch: sums over tokens from the last stages, reduced and shared with all."""
+        names = sorted(items[0].metric_sums) if self.ranks.is_last_stage else []
+        shared: list[Any] = [names]
+        if self.ranks.pipeline.size > 1:
+            last = dist.get_process_group_ranks(self.ranks.pipeline.group)[-1]
+            dist.broadcast_object_list(shared, src=last, group=self.ranks.pipeline.group, device=self.ranks.device)
+        names = shared[0]
+        local = [sum(i.loss_sum for i in items), *(sum(i.metric_sums.get(n, 0.0) for i in items) for n in names)]
+        total = self.comm.sum(torch.tensor(local, dtype=torch.float64)).to(self.ranks.device)
+        self.broadcast_from_last_stage(total)
+        loss_sum, *sums = total.tolist()
+        if prepared.loss_sum is not None:
+            loss_sum = prepared.loss_sum
+        tokens = max(batch.total_tokens, 1)
+        metrics = {**prepared.metrics, **{n: s / tokens for n, s in zip(names, sums, strict=True)}}
+        return loss_sum / prepared.denominator, metrics
+
     def broadcast_from_last_stage(self, values: Tensor) -> None:
         """Overwrite `values` on every stage by the last stage's."""
         if self.ranks.pipeline.size > 1:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_gvpo.mcore.batches import Layout, RankBatch
@@ -79,7 +78,7 @@ class Engine(Passes):
             apply_gradients(self.training)
         spent = time.perf_counter() - started
         self.objective.commit(prepared, accepted)
-        loss, metrics = self._global_numbers(items, batch, prepared)
+        loss, metrics = self.global_numbers(items, batch, prepared)
         why_not = "" if accepted else f"the gradient's norm is {norm}"
         return StepResult(accepted, why_not, loss, norm, lr, self.from_last_stage(items, share), metrics, spent)
 
@@ -88,7 +87,7 @@ class Engine(Passes):
     ) -> tuple[float, float]:
         """Only (loss, gradient norm): the gradients are finished over all ranks and left in the parameters' `main_grad`."""
         items = self._forward_backward(share, batch, prepared, group_weights_G)
-        loss, _ = self._global_numbers(items, batch, prepared)
+        loss, _ = self.global_numbers(items, batch, prepared)
         return loss, gradient_norm(self.training)
 
     def _forward_backward(
@@ -99,21 +98,3 @@ class Engine(Passes):
         zero_gradients(self.training)
         self.run(objective_forward_step(self.objective, self.head, lambda item: item), items, self.training.chunks)
         return items
-
-    def _global_numbers(self, items: list[StepInput], batch: Batch, prepared: Prepared) -> tuple[float, dict[str, float]]:
-        """The loss and the metrics of the whole batch: sums over tokens from the last stages, reduced and shared with all."""
-        names = sorted(items[0].metric_sums) if self.ranks.is_last_stage else []
-        shared: list[Any] = [names]
-        if self.ranks.pipeline.size > 1:
-            last = dist.get_process_group_ranks(self.ranks.pipeline.group)[-1]
-            dist.broadcast_object_list(shared, src=last, group=self.ranks.pipeline.group, device=self.ranks.device)
-        names = shared[0]
-        local = [sum(i.loss_sum for i in items), *(sum(i.metric_sums.get(n, 0.0) for i in items) for n in names)]
-        total = self.comm.sum(torch.tensor(local, dtype=torch.float64)).to(self.ranks.device)
-        self.broadcast_from_last_stage(total)
-        loss_sum, *sums = total.tolist()
-        if prepared.loss_sum is not None:
-            loss_sum = prepared.loss_sum
-        tokens = max(batch.total_tokens, 1)
-        metrics = {**prepared.metrics, **{n: s / tokens for n, s in zip(names, sums, strict=True)}}
-        return loss_sum / prepared.denominator, metrics
