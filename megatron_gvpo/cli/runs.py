@@ -18,6 +18,9 @@ def train(
     config: ConfigFile,
     sets: Sets = None,
     resume: Annotated[bool, typer.Option("--resume", help="go on from the run directory's newest checkpoint")] = False,
+    accept_changes: Annotated[
+        bool, typer.Option("--accept-changes", help="resume although the data, the tokenizer or the objective is another one")
+    ] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="delete what the run directory holds, and start anew")] = False,
     replay: Annotated[
         Path | None,
@@ -38,7 +41,16 @@ def train(
         raise ConfigError(
             [f"{config}: parallel.nodes: {checked.parallel.nodes} machines are started by srun (see `sbatch`) or torchrun"]
         )
-    return run(checked, config, overrides=sets or (), resume=resume, fresh=fresh, replay=replay, stop_after=stop_after)
+    return run(
+        checked,
+        config,
+        overrides=sets or (),
+        resume=resume,
+        fresh=fresh,
+        replay=replay,
+        stop_after=stop_after,
+        accept_changes=accept_changes,
+    )
 
 
 @app.command("eval")

@@ -199,6 +199,8 @@ class LogSection(Section):
     report: bool = Field(default=True, description="write report.html at the end")
 
 
+    peer_timeout_s: float = Field(default=60.0, gt=0, description="seconds of silence after which a rank counts as dead")
+    deadline_s: float = Field(default=0.0, ge=0, description="seconds after which the run saves and leaves with 85; 0: never")
 class LaunchSection(Section):
     job_name: str = Field(default="gvpo", description="SLURM job name")
     partition: str = Field(default="", description="SLURM partition")
@@ -207,6 +209,7 @@ class LaunchSection(Section):
     container: str = Field(default="", description="container image for srun --container-image")
     modules: list[str] = Field(default_factory=list, description="environment modules to load")
     env: dict[str, str] = Field(default_factory=dict, description="environment variables on every srun line")
+    on_error: Literal["stop", "continue"] = Field(default="stop", description="what happens when one cannot be written")
     sbatch: list[str] = Field(default_factory=list, description="further options of sbatch, such as --qos=high")
     srun: list[str] = Field(default_factory=list, description="further options of every srun, such as --container-mounts=/data")
     setup: list[str] = Field(default_factory=list, description="shell lines before the run, such as activating an environment")

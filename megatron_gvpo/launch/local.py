@@ -44,6 +44,11 @@ def is_rank(environ: Mapping[str, str]) -> bool:
     return "RANK" in environ or "SLURM_PROCID" in environ
 
 
+def rank_of(environ: Mapping[str, str]) -> int:
+    """The process's rank, where `is_rank` says that it is one."""
+    return int(environ.get("RANK", environ.get("SLURM_PROCID", "0")))
+
+
 def run_local_ranks(
     argv: Sequence[str], world: int, env: Mapping[str, str], log_dir: str | Path, limits: Limits | None = None
 ) -> int:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_CANCEL_S = 10.0
+
 
 class LoopThread:
     """Runs coroutines for synchronous callers. What waits is the coroutine, and it brings its own time limits."""
@@ -40,6 +42,10 @@ class LoopThread:
             return await items.__anext__()
 
         async def close() -> None:
+            # An interrupted step of the generator is still being cancelled; until that is over it cannot be closed.
+            limit = asyncio.get_running_loop().time() + _CANCEL_S
+            while getattr(items, "ag_running", False) and asyncio.get_running_loop().time() < limit:
+                await asyncio.sleep(0.01)
             if hasattr(items, "aclose"):
                 await items.aclose()  # type: ignore[attr-defined]
 

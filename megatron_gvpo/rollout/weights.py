@@ -24,6 +24,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,10 @@ class Pending:
     def failed(self) -> bool:
         """Whether one has failed already: the sender need not wait out the time limit of its collective."""
         return any(call.done() and (call.cancelled() or call.exception() is not None) for call in self.calls.values())
+
+    def done(self, seconds: float) -> bool:
+        """Whether all have ended, well or not, within `seconds`."""
+        return not wait_for(self.calls.values(), seconds).not_done
 
     def wait(self) -> None:
         """Wait for all; the first failure is raised and names its server."""

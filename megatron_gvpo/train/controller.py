@@ -22,6 +22,8 @@ from megatron_gvpo.rollout.pool import PromptIds
 from megatron_gvpo.rollout.server import running_servers
 from megatron_gvpo.rollout.wire import Sampling
 from megatron_gvpo.train.clock import StepClock
+from megatron_gvpo.train.journal import Page
+from megatron_gvpo.train.memory import Memory
 from megatron_gvpo.train.teacher import ServedTeachers, wants_served_teacher
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,22 @@ class Controller:
     """Brings rollouts and scores them. A context manager: what it starts ends with it.
 
     eos_ids: the ids that end a response, from the model's generation config. vocab_size: the model's own (unpadded). train:
-    False for a controller that only evaluates.
+    False for a controller that only evaluates. memory: where the run stands in its data, and what it generated before.
     """
 
-    def __init__(self, config: Config, run_dir: Path, *, vocab_size: int, eos_ids: Sequence[int], train: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+        train: bool = True,
+        memory: Memory | None = None,
+    ) -> None:
         self.config = config
+        self.memory = memory or Memory()
+        self._page: Page | None = None
         self._stack = ExitStack()
         try:
             self._open(run_dir, vocab_size, eos_ids, train)
@@ -57,6 +70,7 @@ class Controller:
             log.warning("%d prompts left out: %s", count, reason.replace("_", " "))
         if train:
             self.stream = PromptStream(self.sets.train, seed=config.train.seed, shuffle=config.data.shuffle)
+            self.memory.place(self.stream)
         self.scorer = self._stack.enter_context(Scorer(config.reward))
         self.scorer.check([*self.sets.train, *self.sets.heldout])
         model, servers = config.model, config.rollout.servers
@@ -83,6 +97,7 @@ class Controller:
 
     def rollout(self, step: int, clock: StepClock) -> tuple[list[Sample], dict[str, float]]:
         """The step's complete groups, scored and shaped as the objective asks, in the order of the prompts, with metrics."""
+        self._page = self.memory.begin(step, self.stream)
         prompts = self.stream.next(self.config.rollout.prompts_per_step)
         groups, scores = self._scored(prompts, f"{step}", clock)
         metrics = self._resample_flat(groups, scores, step, clock)
@@ -113,7 +128,7 @@ class Controller:
             sampled = iter(self._generate(asked, label, size, self.sampling, teach=True) if asked else [])
             groups = [answers[i] if i in answers else next(sampled) for i in range(len(prompts))]
         with clock.part("reward"):
-            return groups, self._score(prompts, groups)
+            return groups, self._score(prompts, groups, self._page)
 
     def _resample_flat(
         self, groups: list[list[Sample]], scores: list[list[Score]], step: int, clock: StepClock
@@ -167,10 +182,20 @@ class Controller:
         """Groups in the order of the prompts. teach: each is scored as soon as it is complete, while others are sampled."""
         asked = [PromptIds(f"{label}:{i}:{p.id}", p.token_ids) for i, p in enumerate(prompts)]
         found: dict[int, list[Sample]] = {}
-        for group in self.engine.generate_groups(asked, count, sampling):
-            found[group.index] = group.samples
+        page = self._page if teach else None
+        for index, ask in enumerate(asked):
+            if page is not None and (known := page.group(ask.group, ask.ids, count)) is not None:
+                found[index] = known
+                if self.teachers is not None:
+                    self.teachers.submit(prompts[index], known)
+        missing = [index for index in range(len(asked)) if index not in found]
+        for group in self.engine.generate_groups([asked[i] for i in missing], count, sampling) if missing else ():
+            index = missing[group.index]
+            found[index] = group.samples
+            if page is not None:
+                page.add_group(asked[index].group, group.samples)
             if teach and self.teachers is not None:
-                self.teachers.submit(prompts[group.index], group.samples)
+                self.teachers.submit(prompts[index], group.samples)
         for index, prompt in enumerate(prompts):
             for sample in found[index]:
                 sample.meta = {
@@ -180,16 +205,24 @@ class Controller:
                 }
         return [found[i] for i in range(len(prompts))]
 
-    def _score(self, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]]) -> list[list[Score]]:
-        """Scores by group; each sample gets its reward and the text that was judged."""
-        flat = [(prompt, sample) for prompt, group in zip(prompts, samples, strict=True) for sample in group]
-        texts = [str(self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)) for _, sample in flat]
-        scores = self.scorer.score([prompt for prompt, _ in flat], texts)
-        for (_, sample), text, score in zip(flat, texts, scores, strict=True):
-            sample.reward = score.reward
-            sample.meta["text"] = text
-        rest = iter(scores)
-        return [[next(rest) for _ in group] for group in samples]
+    def _score(
+        self, prompts: Sequence[Prompt], samples: Sequence[Sequence[Sample]], page: Page | None = None
+    ) -> list[list[Score]]:
+        """Scores by group; each sample gets its reward and the text that was judged. Those that `page` has are not made anew."""
+        known = {i: page.scores(group[0].group) for i, group in enumerate(samples)} if page is not None else {}
+        found = {i: scores for i, scores in known.items() if scores is not None}
+        missing = [(i, sample) for i, group in enumerate(samples) if i not in found for sample in group]
+        for sample in (sample for group in samples for sample in group):
+            sample.meta["text"] = str(self.tokenizer.decode(sample.response_ids, skip_special_tokens=True))
+        made = iter(self.scorer.score([prompts[i] for i, _ in missing], [sample.meta["text"] for _, sample in missing]))
+        fresh = {i: [next(made) for _ in group] for i, group in enumerate(samples) if i not in found}
+        if page is not None and fresh:
+            page.add_scores({samples[i][0].group: scores for i, scores in fresh.items()})
+        found |= fresh
+        for i, group in enumerate(samples):
+            for sample, score in zip(group, found[i], strict=True):
+                sample.reward = score.reward
+        return [found[i] for i in range(len(samples))]
 
 
 def _flat(scores: Sequence[Sequence[Score]]) -> list[int]:

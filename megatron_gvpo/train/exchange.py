@@ -6,7 +6,7 @@ Goes over a gloo group of its own, whose limit allows for the longest rollout; t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_gvpo.config.schema import Config
+from megatron_gvpo.train.signals import StopNow, StopRequest
 
 T = TypeVar("T")
 
@@ -37,10 +38,14 @@ def patience(config: Config) -> timedelta:
 
 
 class Exchange:
-    """The control group of all ranks. Every method is collective."""
+    """The control group of all ranks. Every method is collective.
 
-    def __init__(self, config: Config) -> None:
+    stop: what may end the waits that are marked `interruptible`.
+    """
+
+    def __init__(self, config: Config, stop: StopRequest | None = None) -> None:
         self.rank = dist.get_rank()
+        self.stop = stop or StopRequest()
         group = dist.new_group(backend="gloo", timeout=patience(config))
         assert isinstance(group, dist.ProcessGroup)  # this rank is in it
         self._group = group
@@ -49,29 +54,33 @@ class Exchange:
     def is_controller(self) -> bool:
         return self.rank == 0
 
-    def from_controller(
-        self, produce: Callable[[], T], timed: AbstractContextManager[None] | None = None, *, raises: type[Exception] = Exception
-    ) -> T:
-        """`produce()` on rank 0, its value on every rank. Where it raises, rank 0 re-raises; the others get ControllerError."""
-        with timed or nullcontext():
-            if not self.is_controller:
-                return self._receive()
-            try:
-                value = produce()
-            except raises as error:
-                self._send(None, f"{type(error).__name__}: {error}")
-                raise
-            self._send(value, None)
-            return value
+    def from_controller(self, produce: Callable[[], T], *, interruptible: bool = False) -> T:
+        """`produce()` on rank 0, its value on every rank. Where it raises, rank 0 re-raises; the others get ControllerError.
 
-    def local(self, produce: Callable[[], T]) -> T | None:
+        interruptible: a request to leave ends it; then StopNow is raised on every rank.
+        """
+        if not self.is_controller:
+            return self._receive()
+        try:
+            with self.stop.interruptible() if interruptible else nullcontext():
+                value = produce()
+        except StopNow as request:
+            self._send(None, None, str(request))
+            raise
+        except Exception as error:
+            self._send(None, f"{type(error).__name__}: {error}", None)
+            raise
+        self._send(value, None, None)
+        return value
+
+    def local(self, produce: Callable[[], T], *, interruptible: bool = False) -> T | None:
         """`produce()` on rank 0, None elsewhere; where it raises, every rank stops (see `from_controller`)."""
         made: list[T] = []
 
         def make() -> None:
             made.append(produce())
 
-        self.from_controller(make)
+        self.from_controller(make, interruptible=interruptible)
         return made[0] if made else None
 
     def any(self, flag: bool) -> bool:
@@ -87,13 +96,15 @@ class Exchange:
     def barrier(self) -> None:
         self.most(0)
 
-    def _send(self, value: Any, error: str | None) -> None:
-        dist.broadcast_object_list([value, error], src=0, group=self._group, device=torch.device("cpu"))
+    def _send(self, value: Any, error: str | None, stop: str | None) -> None:
+        dist.broadcast_object_list([value, error, stop], src=0, group=self._group, device=torch.device("cpu"))
 
     def _receive(self) -> Any:
-        box: list[Any] = [None, None]
+        box: list[Any] = [None, None, None]
         dist.broadcast_object_list(box, src=0, group=self._group, device=torch.device("cpu"))
-        value, error = box
+        value, error, stop = box
+        if stop is not None:
+            raise StopNow(stop)
         if error is not None:
             raise ControllerError(f"rank 0 failed: {error}")
         return value

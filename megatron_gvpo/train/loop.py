@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,7 +23,7 @@ from megatron_gvpo.train.clock import StepClock
 from megatron_gvpo.train.exchange import Exchange
 from megatron_gvpo.train.learn import Learned, Learner
 from megatron_gvpo.train.parity import logprob_difference, trainer_logprobs
-from megatron_gvpo.train.signals import StopRequest
+from megatron_gvpo.train.signals import StopNow, StopRequest
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +39,13 @@ class SampleSource(Protocol):
 class Hooks:
     """What the loop does not do itself. All collective; `push_weights` and `save` run on every rank.
 
-    write_row: rank 0's metrics sink. push_weights(version): the current weights to the servers. save(step): a checkpoint.
+    write_row: rank 0's metrics sink. push_weights(version): the current weights to the servers. save(step, state, needed): a
+    checkpoint with the loop's own `state`; one that is needed is the last thing that this process does with the run.
     """
 
     write_row: Callable[[int, dict[str, float]], None]
     push_weights: Callable[[str], None]
-    save: Callable[[int], None]
+    save: Callable[[int, dict[str, Any], bool], None]
 
 
 class Loop:
@@ -68,6 +70,17 @@ class Loop:
         self.hooks = hooks
         self.bad_in_a_row = 0
         self.bad_steps = 0
+        self.evaluation_due = False
+        self.saved_step = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the loop itself remembers, as JSON values."""
+        return {"bad_in_a_row": self.bad_in_a_row, "bad_steps": self.bad_steps, "evaluation_due": self.evaluation_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.bad_in_a_row = int(state.get("bad_in_a_row", 0))
+        self.bad_steps = int(state.get("bad_steps", 0))
+        self.evaluation_due = bool(state.get("evaluation_due", False))
 
     def run(self, first_step: int, stop_after: int | None = None) -> bool:
         """True when the run is done, False when it was saved because it was asked to stop.
@@ -77,36 +90,65 @@ class Loop:
         train, every = self.config.train, self.config.checkpoint.every
         started = time.perf_counter()
         carried = 0.0  # a checkpoint's time is in the next row: the row of a saved step must not come after the save
-        if first_step == 1:
-            self._evaluation_row(0)
+        try:
+            if first_step == 1 or self.evaluation_due:
+                self._evaluation_row(first_step - 1)
+        except StopNow as request:
+            return self._leave(first_step - 1, request)
         for step in range(first_step, train.steps + 1):
             clock = StepClock()
             clock.carry("checkpoint", carried)
-            row = self._step(step, clock)
-            if step == train.steps or (train.eval_every and step % train.eval_every == 0):
-                with clock.part("eval"):
-                    row.update(self._evaluate())
-            leaving = self.exchange.any(self.stop.came) or step == stop_after
+            try:
+                samples, row = self.exchange.from_controller(partial(self._bring, step, clock), interruptible=True)
+            except StopNow as request:
+                return self._leave(step - 1, request)
+            row.update(self._learn(step, samples, clock))
+            request = self._publish(step, row, clock)
+            leaving = request is not None or self.exchange.any(self.stop.came) or step == stop_after
             self.hooks.write_row(step, {**row, **clock.metrics()})
             carried = 0.0
-            if step == train.steps or leaving or (every and step % every == 0):
-                begin = time.perf_counter()
-                self.hooks.save(step)
-                carried = time.perf_counter() - begin
             if leaving and step < train.steps:
-                log.warning("saved after step %d of %d because of %s", step, train.steps, self.stop.name or "--stop-after")
-                return False
+                return self._leave(step, request)
+            if step == train.steps or (every and step % every == 0):
+                begin = time.perf_counter()
+                self._save(step, needed=step == train.steps)
+                carried = time.perf_counter() - begin
+            if request is not None:  # in the last evaluation
+                return self._leave(step, request)
         self._summary(time.perf_counter() - started)
         return True
 
-    def _step(self, step: int, clock: StepClock) -> dict[str, float]:
-        samples, row = self.exchange.from_controller(lambda: self._bring(step, clock))
+    def _leave(self, step: int, request: StopNow | None) -> bool:
+        """Save the end of `step`, unless it is saved."""
+        if self.saved_step != step:
+            self._save(step, needed=True)
+        why = str(request) if request else self.stop.name or "--stop-after"
+        log.warning("saved after step %d of %d because of %s", step, self.config.train.steps, why)
+        return False
+
+    def _save(self, step: int, *, needed: bool) -> None:
+        self.hooks.save(step, self.state_dict(), needed)
+        self.saved_step = step
+
+    def _publish(self, step: int, row: dict[str, float], clock: StepClock) -> StopNow | None:
+        """New weights to the servers, and an evaluation where one is due; the request to leave that ended it, if one did."""
+        train = self.config.train
+        self.evaluation_due = step == train.steps or bool(train.eval_every and step % train.eval_every == 0)
+        try:
+            with clock.part("sync"):
+                self.hooks.push_weights(str(step))
+            if self.evaluation_due:
+                with clock.part("eval"):
+                    row.update(self._evaluate())
+        except StopNow as request:
+            return request
+        self.evaluation_due = False
+        return None
+
+    def _learn(self, step: int, samples: Sequence[Sample], clock: StepClock) -> dict[str, float]:
         learned = self.learner.learn(samples, step, clock)
-        row.update(self._row(samples, learned))
         self._count_bad(step, learned, samples)
-        with clock.part("sync"):
-            self.hooks.push_weights(str(step))
-        return row
+        return self._row(samples, learned)
 
     def _bring(self, step: int, clock: StepClock) -> tuple[list[Sample], dict[str, float]]:
         """Rank 0: the step's samples, written to the run directory before anything is trained on them."""
@@ -168,6 +210,7 @@ class Loop:
         clock = StepClock()
         with clock.part("eval"):
             row = self._evaluate()
+        self.evaluation_due = False
         if row:
             self.hooks.write_row(step, {**row, **clock.metrics()})
 
@@ -179,7 +222,7 @@ class Loop:
             metrics, samples = self.source.evaluate()
             return metrics, samples[:64]
 
-        metrics, samples = self.exchange.from_controller(evaluate)
+        metrics, samples = self.exchange.from_controller(evaluate, interruptible=True)
         if samples:
             found_T, tokens = trainer_logprobs(self.learner, samples)
             differences = logprob_difference(found_T, tokens.signal("rollout_logprobs"), self.learner.engine.comm)

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from megatron_gvpo.config.schema import Config
-from megatron_gvpo.mcore.transport import Receiver, WeightGroup, own_address, push_weights
+from megatron_gvpo.mcore.transport import Calls, Receiver, WeightGroup, own_address, push_weights
 from megatron_gvpo.mcore.weights import save_hf
-from megatron_gvpo.rollout.weights import WeightControl
+from megatron_gvpo.rollout.weights import Pending, WeightControl
 from megatron_gvpo.train.build import Built
 from megatron_gvpo.train.controller import Controller
 from megatron_gvpo.train.exchange import Exchange
+from megatron_gvpo.train.signals import StopNow, StopRequest
+
+_LOOK_S = 0.2
 
 
 class WeightPush(Protocol):
@@ -53,10 +56,31 @@ class DiskPush:
             assert self._control is not None
             self._control.update_from_disk(self._folder, version)
 
-        self._exchange.from_controller(update)
+        self._exchange.from_controller(update, interruptible=True)
 
     def close(self) -> None:
         return None
+
+
+class _Interrupted(RuntimeError):
+    """A request to leave came while the servers were receiving."""
+
+
+class _InterruptibleCalls:
+    """Calls to the servers that a request to leave ends, as a failure that the sending code tells the other ranks of."""
+
+    def __init__(self, pending: Pending, stop: StopRequest) -> None:
+        self._pending = pending
+        self._stop = stop
+
+    def failed(self) -> bool:
+        return self._stop.came or self._pending.failed()
+
+    def wait(self) -> None:
+        while not self._pending.done(_LOOK_S):
+            if self._stop.came:
+                raise _Interrupted(f"{self._stop.name} came during a weight update")
+        self._pending.wait()
 
 
 class GroupPush:
@@ -70,13 +94,29 @@ class GroupPush:
         self._group: WeightGroup | None = None
 
     def push(self, version: str) -> None:
-        update = self._exchange.local(partial(self._begin, version))
+        update = self._exchange.local(partial(self._begin, version), interruptible=True)
         receiver = None
         if self._controller is not None and self._group is not None:
-            announce = partial(self._controller.engine.weights.update_bucket, load_format="flattened_bucket")
-            receiver = Receiver(self._group, announce)
+            receiver = Receiver(self._group, partial(self._announce, self._controller.engine.weights))
         with _finished(update, self._exchange):
+            self._send(receiver)
+
+    def _send(self, receiver: Receiver | None) -> None:
+        trouble: Exception | None = None
+        try:
             push_weights(self._built.chunks, receiver, self._config.rollout.bucket_mib * 2**20)
+        except Exception as error:  # noqa: BLE001  raised again below, on all ranks together
+            trouble = error
+        if trouble is None:
+            return
+        # Where the sending fails it does so on every rank; only rank 0 knows whether somebody wants us to leave.
+        if self._exchange.any(isinstance(trouble, _Interrupted)):
+            raise StopNow(self._exchange.stop.name) from trouble
+        raise trouble
+
+    def _announce(self, control: WeightControl, names: Sequence[str], dtypes: Sequence[str], shapes: Any) -> Calls:
+        pending = control.update_bucket(names, dtypes, shapes, load_format="flattened_bucket")
+        return _InterruptibleCalls(pending, self._exchange.stop)
 
     def close(self) -> None:
         if self._group is not None:
@@ -125,7 +165,7 @@ def _finished(update: AbstractContextManager[None] | None, exchange: Exchange) -
         assert update is not None
         update.__exit__(None, None, None)
 
-    exchange.from_controller(end)
+    exchange.from_controller(end, interruptible=True)
 
 
 def weight_push(config: Config, run_dir: Path, built: Built, exchange: Exchange, controller: Controller | None) -> WeightPush:
