@@ -1,6 +1,8 @@
 """Runs one command and makes sure that it, and whatever it started, ends: on a signal, or when our parent dies in any way.
 
-    python guardian.py PARENT_PID GRACE_SECONDS COMMAND...
+    python guardian.py PARENT_PID GRACE_SECONDS SCRATCH_FOLDER COMMAND...
+
+The scratch folder is the command's own, and goes with it.
 
 A killed parent (SIGKILL) cannot clean up after itself, and PR_SET_PDEATHSIG in the parent's own child fires when the *thread*
 that started the child ends. So this small process, with one thread and the standard library alone, stands between them: it
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -86,7 +89,7 @@ def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    parent, grace_s, command = int(argv[0]), float(argv[1]), argv[2:]
+    parent, grace_s, scratch, command = int(argv[0]), float(argv[1]), argv[2], argv[3:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # taken one by one with sigtimedwait below
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     child = subprocess.Popen(command, start_new_session=True, preexec_fn=_in_child)  # safe: this process has one thread
@@ -97,6 +100,7 @@ def main(argv: list[str]) -> int:
             break
         code = child.poll()
     _end(child, grace_s)
+    shutil.rmtree(scratch, ignore_errors=True)
     return 1 if code is None else code if code >= 0 else 128 - code
 
 

@@ -136,7 +136,8 @@ class LocalServer:
             self._log_start = log.tell()
             self._guardian = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), str(_GRACE_S[self.servers.device])),
+                    *(sys.executable, "-I", "-S", guardian.__file__),
+                    *(str(os.getpid()), str(_GRACE_S[self.servers.device]), str(self._scratch)),
                     *(python, "-m", "sglang.launch_server", "--config", str(settings_file)),
                     *plan.flags,
                 ],
@@ -199,7 +200,7 @@ class LocalServer:
                 self._guardian.wait(10.0)
             self._guardian = None
         if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            shutil.rmtree(self._scratch, ignore_errors=True)  # the guardian has, unless it was killed or never started
             self._scratch = None
 
     def _log_text(self) -> str:

@@ -43,7 +43,7 @@ class Hedge:
                 sent.set_result(client)
             return await self._timed(client, ask)
 
-        first = asyncio.ensure_future(self._pool.on_some_server(weight, first_ask))
+        first = asyncio.create_task(self._pool.on_some_server(weight, first_ask))
         tasks = {first}
         try:
             # What waits for a free place is not slow.
@@ -55,7 +55,7 @@ class Hedge:
                 return await first
             self.second_requests += 1
             slow = sent.result()
-            tasks.add(asyncio.ensure_future(self._pool.on_some_server(weight, lambda c: self._timed(c, ask), avoid=slow)))
+            tasks.add(asyncio.create_task(self._pool.on_some_server(weight, lambda c: self._timed(c, ask), avoid=slow)))
             return await _first_answer(tasks)
         finally:
             for task in tasks:
@@ -76,7 +76,7 @@ class Hedge:
         return max(_LEAST_S, _MEDIANS * statistics.median(self._recent))
 
 
-async def _first_answer(tasks: set[asyncio.Future[T]]) -> T:
+async def _first_answer(tasks: set[asyncio.Task[T]]) -> T:
     """The first that succeeds; the last failure where none does."""
     waiting = set(tasks)
     failure: ServerError | None = None

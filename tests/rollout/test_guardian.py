@@ -32,18 +32,18 @@ def gone(pid: int) -> bool:
     """Whether the process ended; a zombie that nobody has collected yet has."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the second when it ends between opening and reading
         return True
 
 
 def guarded(folder: Path, *command_args: str, parent: int | None = None) -> list[str]:
     """The command line of a guardian over COMMAND."""
-    head = [sys.executable, "-I", "-S", guardian.__file__, str(parent or os.getpid()), "0"]
+    head = [sys.executable, "-I", "-S", guardian.__file__, str(parent or os.getpid()), "0", str(folder / "scratch")]
     return [*head, sys.executable, "-c", COMMAND, str(folder), *command_args]
 
 
 def pids(folder: Path) -> list[int]:
-    assert wait_for(lambda: (folder / "command").exists())
+    assert wait_for(lambda: (folder / "command").exists() and (folder / "command").read_text())
     return [int((folder / name).read_text()) for name in ("command", "child")]
 
 
@@ -68,11 +68,14 @@ def test_a_parent_killed_with_sigkill_takes_everything_with_it(tmp_path: Path) -
     """kill -9 of the trainer: nobody can clean up but the guardian, who sees that its parent is another one now."""
     script = f"import subprocess, os, time; subprocess.Popen({guarded(tmp_path, '600', '0')!r}[:4] + [str(os.getpid())]\
  + {guarded(tmp_path, '600', '0')!r}[5:], start_new_session=True); time.sleep(600)"
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "scratch" / "key").write_text("secret")
     parent = subprocess.Popen([sys.executable, "-c", script])
     inside = pids(tmp_path)
     parent.kill()
     parent.wait(10)
     assert wait_for(lambda: all(gone(pid) for pid in inside))
+    assert wait_for(lambda: not (tmp_path / "scratch").exists())  # it held the server's key
 
 
 def test_a_guardian_killed_with_sigkill_takes_the_command_with_it(tmp_path: Path) -> None:

@@ -74,6 +74,9 @@ def test_servers_that_hang_or_die_are_named_within_the_limits_and_nothing_outliv
         assert run.poll() is None
         first, second = (Endpoint(**words) for words in json.loads((tmp_path / "ready").read_text()))
         family = psutil.Process(run.pid).children(recursive=True)
+        scratch = [Path(p.cmdline()[6]) for p in family if "guardian" in " ".join(p.cmdline()[:4])]
+        assert len(scratch) == 2
+        assert all((folder / "server.yaml").exists() for folder in scratch)
         stopped = scheduler_of(first, family)
 
         with engine_on(first, second) as engine:
@@ -94,6 +97,7 @@ def test_servers_that_hang_or_die_are_named_within_the_limits_and_nothing_outliv
         run.kill()
         run.wait(10)
     assert wait_for(lambda: all(gone(process.pid) for process in family), seconds=30)
+    assert wait_for(lambda: not any(folder.exists() for folder in scratch))  # they hold the servers' keys
     assert len(family) >= 8  # two guardians, and at least three processes of each server
 
 
