@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 # Elements of a weight block that is widened, or of a product that is added, at a time.
 _CPU_BLOCK = 1 << 20
-_CUDA_BLOCK = 1 << 25
+_CUDA_BLOCK = 1 << 23
 
 
 def is_low_precision(dtype: torch.dtype) -> bool:
@@ -28,11 +28,13 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def fixed_scratch_bytes(weight_VH: Tensor) -> int:
-    """Bytes these products need beside their operands, however many rows there are."""
+    """Bytes these products need beside their operands, however many rows there are.
+
+    The same on every rank, whatever its share of the vocabulary: ranks must agree on the size of a chunk.
+    """
     if not is_low_precision(weight_VH.dtype):
         return 0
-    block = _CUDA_BLOCK if weight_VH.is_cuda else _CPU_BLOCK
-    return 8 * min(block, weight_VH.numel())
+    return 8 * (_CUDA_BLOCK if weight_VH.is_cuda else _CPU_BLOCK)
 
 
 def _block(weight_VH: Tensor) -> int:

@@ -264,7 +264,9 @@ class HeadReader(Reader):
         self._bias = None if source.bias_V is None else source.bias_V[:valid].to(source.dtype)
         self._scratch = hidden_TH.new_empty(min(capacity, rows.count), valid, dtype=source.dtype)
         needs_hidden, needs_weight, needs_bias = needs or (False, False, False)
-        self._grad_hidden = torch.empty_like(self._hidden) if needs_hidden else None
+        self._grad_hidden = None
+        if needs_hidden:
+            self._grad_hidden = torch.empty_like(self._hidden, memory_format=torch.contiguous_format)
         self._grad_weight = WeightGradient(source.parameter, valid, source.weight_grad) if needs_weight else None
         self._grad_bias = None
         if needs_bias and source.bias_V is not None:
