@@ -14,6 +14,7 @@ SAMPLED_ROWS = 1024
 # Elements of a block of the layer's gradient on a CPU: the running sums of a block should stay in its cache.
 _CPU_BLOCK = 1 << 17
 _SUMS = 4  # buffers of running sums
+_LEAST_BLOCK = 64
 
 
 def median_rows(vocabulary: int) -> int:
@@ -32,6 +33,55 @@ def one_pass(gupo: GupoSection) -> bool:
 
 
 @dataclass(frozen=True)
+class MemoryPlan:
+    """How a rank's buffers are laid out. bytes: of all of them at the peak, beside one chunk of logits.
+
+    keep_samples: the M sampled layers are held; otherwise their rows are made anew (noise costs time, not memory).
+    in_one_pass: log-normalisers are found in the gradients' own pass (held coefficients only). block_rows: rows of the layer
+    worked on together. one_block: they are all of the shard's, so that the medians need no pass of their own.
+    """
+
+    keep_samples: bool
+    in_one_pass: bool
+    one_block: bool
+    block_rows: int
+    bytes: int
+
+
+def memory_plan(
+    gupo: GupoSection,
+    vocabulary: int,
+    rows: int,
+    hidden: int,
+    *,
+    weight_bytes: int,
+    compute_bytes: int = 4,
+    cuda: bool = False,
+) -> MemoryPlan:
+    """vocabulary: rows of the layer; rows: of the largest shard (the plan is the same on all ranks). weight_bytes: of one weight;
+    compute_bytes: of one running sum (4; 8 for float64 weights).
+
+    The Fisher (one number per weight) is always held; the rest is fitted into `gupo.memory_gib`.
+    """
+    budget = int(gupo.memory_gib * (1 << 30))
+    rows = max(rows, 1)
+    size = rows * hidden
+    fisher, samples = size * compute_bytes, gupo.samples * size * weight_bytes
+    keep = fisher + samples <= budget
+    sums = _SUMS * size * compute_bytes
+    if one_pass(gupo) and keep and samples + sums <= budget:
+        return MemoryPlan(True, True, True, rows, max(fisher + samples, samples + sums))
+    held = samples if keep else fisher
+    per_row = hidden * (_SUMS * compute_bytes + gupo.samples * weight_bytes)
+    fitting = max(budget - held, 0) // per_row
+    if not cuda:
+        fitting = min(fitting, _CPU_BLOCK // hidden)
+    block = min(max(fitting, _LEAST_BLOCK), rows)
+    one_block = block == rows and evidence_rows(gupo, vocabulary) == vocabulary
+    return MemoryPlan(keep, False, one_block, block, max(fisher + (samples if keep else 0), held + block * per_row))
+
+
+@dataclass(frozen=True)
 class Products:
     """Products of the head's size: the Fisher's, the samples' log-probs, the samples' gradients, and the medians' rows."""
 
@@ -45,50 +95,27 @@ class Products:
         return self.fisher + self.logprobs + self.gradients + self.medians
 
 
-def head_products(gupo: GupoSection, vocabulary: int, in_one_pass: bool | None = None) -> Products:
-    """3 M + 2 with recomputed coefficients, 2 M + 2 with held ones, for all rows; the medians' share comes on top.
+def head_products(gupo: GupoSection, vocabulary: int, plan: MemoryPlan) -> Products:
+    """3 M + 2 with recomputed coefficients, 2 M + 2 with held ones, for all rows.
 
-    in_one_pass: what `MemoryPlan` found; None: as if memory were no matter.
+    In a layer of more than one block the medians add 2 M / vocabulary for each of at most 1,024 rows.
     """
     samples = gupo.samples
-    if one_pass(gupo) if in_one_pass is None else in_one_pass:
-        return Products(2.0, 0.0, 2.0 * samples, 0.0)
     rows, medians = evidence_rows(gupo, vocabulary) / vocabulary, median_rows(vocabulary) / vocabulary
-    return Products(2.0, samples, 2.0 * samples * rows, 2.0 * samples * medians)
+    return Products(
+        fisher=2.0,
+        logprobs=0.0 if plan.in_one_pass else samples,
+        gradients=2.0 * samples * rows,
+        medians=0.0 if plan.one_block else 2.0 * samples * medians,
+    )
 
 
-@dataclass(frozen=True)
-class MemoryPlan:
-    """How a rank's buffers are laid out. bytes: of all of them at the peak, beside one chunk of logits.
+def step_ratio(products: Products, head_parameters: int, parameters: int, *, own_pass: bool) -> float:
+    """Arithmetic of a step with GUPO over that of one without, for responses much longer than prompts.
 
-    keep_samples: the M sampled layers are held; otherwise their rows are made anew (noise costs time, not memory).
-    in_one_pass: sums of the whole shard are held (held coefficients only). block_rows: rows of the layer worked on together.
+    parameters: all that act on a token, the head's included. own_pass: the run has a pass without grad anyway, for old or current
+    log-probs; otherwise GUPO's is one more. A training pass counts as three forward ones.
     """
-
-    keep_samples: bool
-    in_one_pass: bool
-    block_rows: int
-    bytes: int
-
-
-def memory_plan(
-    gupo: GupoSection, rows: int, hidden: int, *, weight_bytes: int, compute_bytes: int = 4, cuda: bool = False
-) -> MemoryPlan:
-    """rows: of this rank's shard. weight_bytes: of one weight; compute_bytes: of one running sum (4; 8 for float64 weights).
-
-    The Fisher (one number per weight) is always held; the rest is fitted into `gupo.memory_gib`.
-    """
-    budget = int(gupo.memory_gib * (1 << 30))
-    size = max(rows, 1) * hidden
-    fisher, samples = size * compute_bytes, gupo.samples * size * weight_bytes
-    keep = fisher + samples <= budget
-    sums = _SUMS * size * compute_bytes
-    if one_pass(gupo) and keep and samples + sums <= budget:
-        return MemoryPlan(True, True, max(rows, 1), max(fisher + samples, samples + sums))
-    held = samples if keep else fisher
-    per_row = hidden * (_SUMS * compute_bytes + gupo.samples * weight_bytes)
-    fitting = max(budget - held, 0) // per_row
-    if not cuda:
-        fitting = min(fitting, _CPU_BLOCK // hidden)
-    block = min(max(fitting, 64), max(rows, 1))
-    return MemoryPlan(keep, False, block, max(fisher + (samples if keep else 0), held + block * per_row))
+    without = (4 if own_pass else 3) * parameters
+    added = products.total * head_parameters + (0 if own_pass else parameters)
+    return 1.0 + added / without

@@ -89,14 +89,7 @@ def measure(
     refusal = why_not(objective.name, objective.needs)
     if refusal:
         raise ValueError(refusal)
-    plan = memory_plan(
-        gupo,
-        head.valid,
-        head.hidden_size,
-        weight_bytes=head.weight_VH.itemsize,
-        compute_bytes=head.dtype.itemsize,
-        cuda=head.device.type == "cuda",
-    )
+    plan = _plan(head, gupo)
     if one_pass(gupo) and not plan.in_one_pass:
         _say_once("gupo: memory_gib does not hold the sums of the whole head; held coefficients then cost one pass more a sample")
     fisher_VH, theta_T = diagonal_fisher(head, tokens, batch.total_tokens, comm, chunk_bytes)
@@ -120,6 +113,20 @@ def measure(
     gradients = GroupGradients(head, tokens, posterior, coefficients_MT / unit, normalisers_MT, chunk_bytes)
     active_G = _active(held_T, batch, comm)
     return _Evidence(head, tokens, batch, comm, gupo, plan, active_G, unit, seed).collect(gradients, delta, kl)
+
+
+def _plan(head: Head, gupo: GupoSection) -> MemoryPlan:
+    # By the largest shard: tensor-parallel ranks have to take the same way, or they would wait for each other.
+    rows = int(head.shard.gather(torch.tensor([head.valid], device=head.device)).max())
+    return memory_plan(
+        gupo,
+        head.shard.size,
+        rows,
+        head.hidden_size,
+        weight_bytes=head.weight_VH.itemsize,
+        compute_bytes=head.dtype.itemsize,
+        cuda=head.device.type == "cuda",
+    )
 
 
 def _unit(coefficients_MT: Tensor, batch: Batch, comm: Comm) -> float:
@@ -164,19 +171,19 @@ class _Evidence:
         self.sigmas: list[Tensor] = []  # of the active groups, for the batch's median
 
     def collect(self, gradients: GroupGradients, delta: float, kl: float) -> Measurement:
-        if not self.plan.in_one_pass:
+        if not self.plan.one_block:
             for moments in gradients.moments(self.medians_at.rows):
                 self._take_median(moments.span.group, moments.variance_RH)
         for rows in self._blocks():
             for moments in gradients.moments(rows):
-                if self.plan.in_one_pass:
+                if self.plan.one_block:
                     self._take_median(moments.span.group, self.medians_at.rows.take(moments.variance_RH))
                 self._add(moments, rows)
         return self._result(delta, kl)
 
     def _blocks(self) -> Iterator[RowSet]:
-        # In one pass every rank normalises over the tensor-parallel group, so it has to come along with no row of its own too.
-        if self.plan.in_one_pass:
+        # One block brings collectives of the tensor-parallel group, so a rank has to come along with no row of its own too.
+        if self.plan.one_block:
             yield self.rows
         else:
             yield from self.rows.blocks(self.plan.block_rows)

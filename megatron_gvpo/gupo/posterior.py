@@ -17,7 +17,7 @@ from megatron_gvpo.logprobs.shard import VocabShard
 NOISE_ROWS = 64
 # Elements that one elementwise pass handles at a time.
 _BLOCK = 1 << 22
-_TOLERANCE = 1e-12
+_SUM_BLOCK = 1 << 17
 _MOST_STEPS = 200
 
 
@@ -25,11 +25,11 @@ def kl_and_slope(fisher_VH: Tensor, delta: float) -> Tensor:
     """[2] float64, of this rank's rows: 1/2 sum F/(F + delta), and its derivative by delta."""
     out = torch.zeros(2, dtype=torch.float64, device=fisher_VH.device)
     flat = fisher_VH.view(-1)
-    for a, b in spans(flat.numel(), _BLOCK):
+    for a, b in spans(flat.numel(), _SUM_BLOCK):
         inverse = (flat[a:b] + delta).reciprocal_()
         share = flat[a:b] * inverse
-        out[0] += 0.5 * share.sum(dtype=torch.float64)
-        out[1] -= 0.5 * share.mul_(inverse).sum(dtype=torch.float64)
+        # A block is summed in its own dtype (in pairs, so to a few units in the last place): sums in float64 cost ten times that.
+        out += torch.stack([share.sum(), -torch.dot(share, inverse)]).mul_(0.5)
     return out
 
 
@@ -46,8 +46,7 @@ def solve_delta(fisher_VH: Tensor, kl_target: float, shard: VocabShard) -> float
     """
     local = fisher_VH.new_zeros(2, dtype=torch.float64)
     if fisher_VH.numel():
-        total = sum((fisher_VH[a:b].sum(dtype=torch.float64) for a, b in _row_spans(fisher_VH)), local[0])
-        local = torch.stack([total, fisher_VH.max().to(torch.float64)])
+        local = torch.stack([fisher_VH.sum(1).sum(dtype=torch.float64), fisher_VH.max().to(torch.float64)])
     gathered = shard.gather(local)
     total, largest = float(gathered[:, 0].sum()), float(gathered[:, 1].max())
     if total == 0.0:
@@ -58,15 +57,18 @@ def solve_delta(fisher_VH: Tensor, kl_target: float, shard: VocabShard) -> float
         return value - kl_target, slope
 
     high = total / (2.0 * kl_target)
-    low = max(high - largest, high * 1e-30)
-    while excess(low)[0] < 0:  # only for a target so high that delta is far below every F
-        low *= 1e-6
-        if low < 1e-280:
-            raise ValueError(f"gupo.kl_target of {kl_target} nats cannot be reached, whatever delta is: lower it")
-    return _bracketed_root(excess, low, high)
+    low = high - largest
+    if low <= 0:
+        low = high * 1e-30
+        while excess(low)[0] < 0:  # only for a target so high that delta is far below every F
+            low *= 1e-6
+            if low < 1e-280:
+                raise ValueError(f"gupo.kl_target of {kl_target} nats cannot be reached, whatever delta is: lower it")
+    # Sums in float32 are not steady beyond this; nobody needs delta more exactly.
+    return _bracketed_root(excess, low, high, 1e-12 if fisher_VH.dtype == torch.float64 else 1e-6)
 
 
-def _bracketed_root(excess: Callable[[float], tuple[float, float]], low: float, high: float) -> float:
+def _bracketed_root(excess: Callable[[float], tuple[float, float]], low: float, high: float, tolerance: float) -> float:
     at = high
     for _ in range(_MOST_STEPS):
         value, slope = excess(at)
@@ -75,11 +77,10 @@ def _bracketed_root(excess: Callable[[float], tuple[float, float]], low: float, 
         else:
             high = at
         step = at - value / slope if slope else math.inf
+        if abs(step - at) <= tolerance * at or high - low <= tolerance * high:
+            return at
         # Between bounds of different magnitude the geometric mean halves the exponent, not the value.
-        following = step if low < step < high else math.sqrt(low * high)
-        if abs(following - at) <= _TOLERANCE * at or high - low <= _TOLERANCE * high:
-            return following
-        at = following
+        at = step if low < step < high else math.sqrt(low * high)
     return at
 
 

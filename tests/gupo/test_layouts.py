@@ -52,12 +52,12 @@ def _share(case: Case, data: tuple[int, int], context: tuple[int, int]) -> torch
     return rows_T[context[0] :: context[1]].flip(0)
 
 
-# Below the layer's 23 rows, so that rows are drawn here as they are in a large layer.
-SAMPLED_ROWS = 9
+# Below the layer's 23 rows, so that rows are drawn and blocks are cut here as they are in a large layer.
+SAMPLED_ROWS, LEAST_BLOCK = 9, 4
 
 
 def _measure(rank: int, world: int) -> dict[str, Any]:
-    cost.SAMPLED_ROWS = SAMPLED_ROWS
+    cost.SAMPLED_ROWS, cost._LEAST_BLOCK = SAMPLED_ROWS, LEAST_BLOCK
     case, out = make_case(), {}
     for sizes in LAYOUTS[world]:
         (d, c, t), (tensor_group, context_group, token_group) = _groups(sizes, rank)
@@ -100,6 +100,7 @@ def test_every_split_gives_the_numbers_of_one_process(world: int, monkeypatch: p
     samples are drawn in several pieces.
     """
     monkeypatch.setattr(cost, "SAMPLED_ROWS", SAMPLED_ROWS)
+    monkeypatch.setattr(cost, "_LEAST_BLOCK", LEAST_BLOCK)
     results = run_ranks(_measure, world)
     for name, (i, options) in itertools.product(OBJECTIVES, enumerate(SETTINGS)):
         gupo = GupoSection(enabled=True, **options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_gvpo.config.schema import GupoSection
-from megatron_gvpo.gupo import group_weights
+from megatron_gvpo.gupo import cost, group_weights
 from megatron_gvpo.gupo.weights import uncertainty
 from tests.gupo.cases import OBJECTIVES, Clipped, make_case, measured
 from tests.gupo.reference import Reference, clipped_loss, gvpo_loss, reference
@@ -33,11 +33,14 @@ def _reference(name: str, gupo: GupoSection, seed: int = 5) -> Reference:
 
 @pytest.mark.parametrize("options", SETTINGS, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default")
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_uncertainties_and_weights_are_those_of_the_written_out_equations(name: str, options: dict[str, Any]) -> None:
+def test_uncertainties_and_weights_are_those_of_the_written_out_equations(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged groups, one without gradient, padded rows, a temperature, chunks of one token, blocks of a few rows.
 
     Covers one process in float64. Does not cover float32 or bf16 rounding, nor several ranks (test_layouts).
     """
+    monkeypatch.setattr(cost, "_LEAST_BLOCK", 5)
     gupo = GupoSection(enabled=True, **options)
     case, expected = make_case(), _reference(name, gupo)
     for chunk_bytes in (None, 600):
