@@ -152,6 +152,9 @@ def _gupo(facts: Facts) -> Iterator[Problem]:
         yield wrong(f"must be auto or a number above 0, got {gupo.delta}", "gupo.delta")
     if gupo.enabled is False:
         return
+    obstacle = facts.needs.unweighable()
+    if obstacle:
+        yield wrong(f"{facts.config.objective.name} {obstacle}", "gupo.enabled", "objective.name")
     if gupo.enabled is True and gupo.eta == 0:
         yield doubtful("with eta 0 every group keeps the plain weight; enabled: observe computes without applying", "gupo.eta")
     prompts, data = facts.config.rollout.prompts_per_step, facts.config.parallel.data

@@ -46,3 +46,13 @@ class Needs:
     old_cancels: bool = False
     """True where `current` and `old` are used through their difference alone: with one optimizer step per rollout batch it is 0,
     and the pass that computes them can be left out."""
+
+    def unweighable(self) -> str | None:
+        """Why GUPO cannot weigh the groups of such an objective; None where it can."""
+        if self.teacher in ("topk", "full"):
+            what = "compares whole distributions"
+        elif self.entropy:
+            what = "has an entropy term"
+        else:
+            return None
+        return f"{what}, whose gradient is no multiple of a log-prob's: set gupo.enabled: false"

@@ -19,13 +19,8 @@ from megatron_gvpo.objectives.batch import Batch
 
 def why_not(name: str, needs: Needs) -> str | None:
     """One line that says why this objective's groups cannot be weighed; None where they can."""
-    if needs.teacher in ("topk", "full"):
-        reason = "compares whole distributions"
-    elif needs.entropy:
-        reason = "has an entropy term"
-    else:
-        return None
-    return f"gupo: {name} {reason}, whose gradient is no multiple of a log-prob's: set gupo.enabled: false"
+    obstacle = needs.unweighable()
+    return None if obstacle is None else f"gupo: {name} {obstacle}"
 
 
 def coefficients_of(objective: Objective[Any], batch: Batch, prepared: Prepared, logprobs_T: Tensor) -> Tensor:

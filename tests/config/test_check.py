@@ -191,6 +191,7 @@ def test_precision(run: Run, precision: dict[str, Any], device: str, why: str) -
             {"gupo": {"enabled": True}, "rollout": {"prompts_per_step": 2}, "parallel": {"gpus_per_node": 4}},
             "rollout.prompts_per_step: GUPO keeps a group on one rank",
         ),
+        ({"gupo": {"layer": "final_norm"}}, "gupo.layer: must be output_layer"),
     ],
 )
 def test_keys_that_contradict_each_other(run: Run, changes: dict[str, dict[str, Any]], why: str) -> None:
@@ -282,6 +283,12 @@ def test_teachers_that_fit_pass(run: Run) -> None:
     run.load(objective={"name": "gkd"}, teacher={**here, "signal": "full", "where": "colocated"}, rollout={"temperature": 0.7})
     urls = {"launch": "none", "urls": ["http://a:1"]}
     run.load(objective={"name": "tv_opd"}, teacher={"servers": urls})
+
+
+def test_gupo_is_refused_where_no_log_prob_coefficient_describes_the_gradient(run: Run) -> None:
+    teacher = {"path": str(run.model), "signal": "full", "where": "colocated"}
+    (line,) = run.refusal(objective={"name": "gkd"}, teacher=teacher, gupo={"enabled": "observe"})
+    assert "gupo.enabled: gkd compares whole distributions" in line
 
 
 def test_weights_that_are_not_there(run: Run) -> None:
