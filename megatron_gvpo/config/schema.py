@@ -124,12 +124,31 @@ class RolloutSection(Section):
     servers: ServersSection = Field(default_factory=ServersSection, description="the rollout servers")
 
 
-class TeacherSection(Section):
+class TeacherSource(Section):
+    """One teacher: its folder, and where it is served."""
+
     path: str = Field(default="", description="Hugging Face folder of the teacher; empty: no teacher")
+    servers: ServersSection = Field(default_factory=ServersSection, description="the teacher's servers")
+
+
+class TeacherSection(TeacherSource):
     signal: Literal["sequence", "sampled", "topk", "full"] = Field(default="sampled", description="what the teacher gives")
     where: Literal["served", "colocated"] = Field(default="served", description="on SGLang servers, or in the trainer's job")
     top_k: int = Field(default=64, ge=1, description="ids per token of the topk signal")
-    servers: ServersSection = Field(default_factory=ServersSection, description="the teacher's servers")
+    by_domain: dict[str, TeacherSource] = Field(
+        default_factory=dict, description="further teachers, each for the prompts of one domain; the others take `path`"
+    )
+    align_vocabulary: bool = Field(
+        default=False, description="accept a vocabulary of another size: only the ids that both have are compared"
+    )
+    offload: bool = Field(default=False, description="keep a colocated teacher's weights in CPU memory between its passes")
+    cache: str = Field(default="", description="folder that remembers served scores between runs; empty: none")
+    batch: int = Field(default=8, ge=1, description="responses per scoring request")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="seconds for one scoring request")
+    retries: int = Field(default=3, ge=0, description="further tries of a scoring request that may pass")
+    hedge_after_s: float | None = Field(
+        default=None, ge=0, description="seconds after which a request also goes to a second server; empty: 3 medians; 0: never"
+    )
 
 
 class DataSection(Section):
@@ -180,6 +199,8 @@ class TrainSection(Section):
     eval_samples: int = Field(default=1, ge=1, description="responses per held-out prompt at temperature 1")
     max_bad_steps: int = Field(default=5, ge=1, description="non-finite steps in a row that end the run")
     collective_timeout_s: float = Field(default=600.0, gt=0, description="seconds for one collective")
+    peer_timeout_s: float = Field(default=60.0, gt=0, description="seconds of silence after which a rank counts as dead")
+    deadline_s: float = Field(default=0.0, ge=0, description="seconds after which the run saves and leaves with 85; 0: never")
     threads: int = Field(default=1, ge=1, description="CPU threads per rank in the CPU device mode")
 
 
@@ -188,6 +209,7 @@ class CheckpointSection(Section):
     keep: int = Field(default=2, ge=1, description="newest checkpoints that stay")
     keep_every: int = Field(default=0, ge=0, description="also keep each checkpoint whose step this divides; 0: none")
     asynchronous: bool = Field(default=False, description="write in the background")
+    on_error: Literal["stop", "continue"] = Field(default="stop", description="what happens when one cannot be written")
     export: bool = Field(default=True, description="write Hugging Face weights at the end")
 
 
@@ -199,8 +221,6 @@ class LogSection(Section):
     report: bool = Field(default=True, description="write report.html at the end")
 
 
-    peer_timeout_s: float = Field(default=60.0, gt=0, description="seconds of silence after which a rank counts as dead")
-    deadline_s: float = Field(default=0.0, ge=0, description="seconds after which the run saves and leaves with 85; 0: never")
 class LaunchSection(Section):
     job_name: str = Field(default="gvpo", description="SLURM job name")
     partition: str = Field(default="", description="SLURM partition")
@@ -209,7 +229,6 @@ class LaunchSection(Section):
     container: str = Field(default="", description="container image for srun --container-image")
     modules: list[str] = Field(default_factory=list, description="environment modules to load")
     env: dict[str, str] = Field(default_factory=dict, description="environment variables on every srun line")
-    on_error: Literal["stop", "continue"] = Field(default="stop", description="what happens when one cannot be written")
     sbatch: list[str] = Field(default_factory=list, description="further options of sbatch, such as --qos=high")
     srun: list[str] = Field(default_factory=list, description="further options of every srun, such as --container-mounts=/data")
     setup: list[str] = Field(default_factory=list, description="shell lines before the run, such as activating an environment")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_gvpo.data.samples import Sample
+from megatron_gvpo.mcore.teacher_rows import RowTeacher
 from megatron_gvpo.objectives.batch import SIGNALS, TokenTable, token_table
 
 
@@ -55,10 +56,14 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of a global batch: its micro-batches, and its trained tokens with the samples' own signals."""
+    """One rank's share of a global batch: its micro-batches, and its trained tokens with the samples' own signals.
+
+    teachers: of each micro-batch, where the objective compares distributions; on the last pipeline stage only.
+    """
 
     micro_batches: list[MicroBatch]
     tokens: TokenTable
+    teachers: list[list[RowTeacher]] | None = None
 
 
 def common_signals(samples: Sequence[Sample], kept: Sequence[int]) -> list[str]:

@@ -6,8 +6,8 @@ that gradients summed over micro-batches and over data- and context-parallel ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,12 +18,15 @@ from torch import Tensor
 from megatron_gvpo.logprobs import (
     TokenLogprobs,
     VocabShard,
+    divergence,
+    linear_divergence,
     linear_score_loss,
     linear_token_logprobs,
     token_logprobs,
 )
 from megatron_gvpo.mcore.batches import MicroBatch
 from megatron_gvpo.mcore.head import head_of
+from megatron_gvpo.mcore.teacher_rows import RowDivergences, RowTeacher
 from megatron_gvpo.objectives.base import Objective, Outputs, Prepared
 from megatron_gvpo.objectives.batch import TokenTable
 
@@ -38,6 +41,7 @@ class StepInput:
     """One micro-batch, what the objective prepared for it, and where its results are put.
 
     tokens: the micro-batch's own rows of the rank's table. group_weight_T: GUPO's multiplier of each token's group, if any.
+    teachers: whose distributions the objective may compare with.
     scale: what the schedule, DDP and the finalizer will divide by, multiplied in beforehand; loss_divisor: the schedule's share
     of it, which divides the loss itself. Results (without grad) appear on the last stage.
     """
@@ -46,6 +50,7 @@ class StepInput:
     tokens: TokenTable
     prepared: Prepared | None = None
     group_weight_T: Tensor | None = None
+    teachers: Sequence[RowTeacher] = ()
     scale: float = 1.0
     loss_divisor: float = 1.0
     logprobs_T: Tensor | None = None
@@ -188,7 +193,8 @@ def _differentiated_loss(
     found = trained_logprobs(output, model, item.micro, head, objective.needs.entropy)
     tokens = item.tokens.to(found.logprobs.device, found.logprobs.dtype)
     token_data = {k: v[item.micro.span].to(found.logprobs.device) for k, v in prepared.token_data.items()}
-    terms = objective.loss(Outputs(tokens, found.logprobs, found.entropy), prepared, token_data)
+    asked = _divergences(output, model, item, head) if item.teachers else None
+    terms = objective.loss(Outputs(tokens, found.logprobs, found.entropy, asked), prepared, token_data)
     item.metric_sums = {k: float(v.sum(dtype=torch.float64)) for k, v in terms.metrics.items()}
     item.logprobs_T = found.logprobs.detach()
     item.entropy_T = None if found.entropy is None else found.entropy.detach()
@@ -196,6 +202,32 @@ def _differentiated_loss(
     loss_T = terms.loss_T if item.group_weight_T is None else terms.loss_T * item.group_weight_T.to(terms.loss_T)
     # A filler's loss is an empty sum that hangs on the output: its backward pass keeps the ranks' collectives in step.
     return loss_T.sum() * scale
+
+
+def _divergences(output: Tensor, model: Any, item: StepInput, head: HeadSettings) -> RowDivergences:
+    """The handle on this micro-batch's head: its logits are made anew, by chunks, each time it is asked."""
+    rows = _rows(output)
+
+    def ask(kind: str, beta: float, row_teacher: RowTeacher) -> Tensor:
+        shard = replace(head.shard, size=row_teacher.ids)
+        teacher, active_R = row_teacher.teacher, row_teacher.active_R
+        common: dict[str, Any] = {"temperature": head.temperature, "beta": beta, "chunk_tokens": head.chunk_tokens}
+        if head.model_outputs == "logits":
+            return divergence(kind, rows, teacher, shard, active=active_R, **common)
+        layer = head_of(model)
+        return linear_divergence(
+            kind,
+            rows,
+            _called_weight(layer),
+            teacher,
+            shard,
+            bias=layer.bias,
+            sequence_parallel=head.sequence_parallel,
+            active=active_R,
+            **common,
+        )
+
+    return RowDivergences(item.teachers, item.micro.rows_T, ask)
 
 
 def _rows(output: Tensor) -> Tensor:

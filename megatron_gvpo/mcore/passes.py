@@ -6,6 +6,7 @@ All methods are collective: every rank of the trainer calls them, in the same or
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,15 +61,16 @@ class Passes:
             by_name["teacher_logprob"] = torch.tensor([samples[i].teacher_logprob for i in kept], dtype=torch.float64)
         elif "teacher_logprobs" in by_name:
             by_name["teacher_logprob"] = by_name["teacher_logprobs"]
-        return Batch(sequence_table(samples, kept, by_name), tokens), RankBatch(share.micro_batches, tokens)
+        return Batch(sequence_table(samples, kept, by_name), tokens), replace(share, tokens=tokens)
 
     def items(self, share: RankBatch, prepared: Prepared | None = None, weights_N: Tensor | None = None) -> list[StepInput]:
         """The inputs of one pass over this rank's micro-batches. weights_N: GUPO's multiplier of each sequence."""
         items = []
-        for micro in share.micro_batches:
+        for number, micro in enumerate(share.micro_batches):
             tokens = share.tokens.select(micro.span)
             weight_T = None if weights_N is None else weights_N[tokens.sequence_T]
-            items.append(StepInput(micro.to(self.ranks.device), tokens, prepared, weight_T))
+            teachers = share.teachers[number] if share.teachers else []
+            items.append(StepInput(micro.to(self.ranks.device), tokens, prepared, weight_T, teachers))
         return items
 
     def run(self, forward_step: ForwardStep, items: list[StepInput], chunks: Sequence[Any], forward_only: bool = False) -> None:

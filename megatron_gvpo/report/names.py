@@ -11,6 +11,7 @@ One step is one row. Step 0 is the evaluation before training; step n is the n-t
     logprob_diff/mean, /max         |trainer - server| log-prob of the sampled tokens, same weights, nats
     eval/logprob_diff/mean, /max    the same on responses to held-out prompts, with the weights after the last sync
     objective/<metric>              what the objective logs
+    teacher/<what>                  served teachers: tokens scored, from_cache, second_requests, bytes_per_token received
     gupo/<metric>                   what GUPO logs
     tokens/<what>                   tokens of the batch: prompt, response, trained
     batch/<what>                    sequences, groups, micro_batches

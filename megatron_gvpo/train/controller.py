@@ -24,7 +24,7 @@ from megatron_gvpo.rollout.wire import Sampling
 from megatron_gvpo.train.clock import StepClock
 from megatron_gvpo.train.journal import Page
 from megatron_gvpo.train.memory import Memory
-from megatron_gvpo.train.teacher import ServedTeachers, wants_served_teacher
+from megatron_gvpo.train.teacher import ServedTeachers, check_colocated_teachers, wants_served_teacher
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +84,8 @@ class Controller:
         self.teachers: ServedTeachers | None = None
         if train and wants_served_teacher(config):
             self.teachers = self._stack.enter_context(ServedTeachers(config, run_dir, self.tokenizer, self.sets.train))
+        elif train:
+            check_colocated_teachers(config, self.tokenizer)
         self.shaping = objective_config(config.objective.name, config.objective.options).shaping()
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from megatron_gvpo.mcore.step import Engine, StepResult
 from megatron_gvpo.objectives.base import Objective
 from megatron_gvpo.objectives.batch import Batch, kept_samples
 from megatron_gvpo.train.clock import StepClock
+from megatron_gvpo.train.teacher_signals import TeacherSignals
 
 
 @dataclass
@@ -37,11 +38,19 @@ class Learned:
 class Learner:
     """Applies an objective to batches of samples through an engine."""
 
-    def __init__(self, config: Config, engine: Engine, objective: Objective[Any], reference: Sequence[Any] | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        engine: Engine,
+        objective: Objective[Any],
+        reference: Sequence[Any] | None,
+        teacher: TeacherSignals | None = None,
+    ) -> None:
         self.config = config
         self.engine = engine
         self.objective = objective
         self.reference = reference
+        self.teacher = teacher
         self.weigher = GroupWeigher(engine, config.gupo, config.train.seed) if config.gupo.enabled else None
 
     def learn(self, samples: Sequence[Sample], step: int, clock: StepClock) -> Learned:
@@ -53,6 +62,10 @@ class Learner:
         if not kept:
             return Learned([], None, torch.zeros(0, dtype=torch.float64), dropped, {})
         share = self.cut(samples, kept)
+        taught: dict[str, Tensor] = {}
+        if self.teacher is not None:
+            with clock.part("teacher"):
+                share, taught = self.teacher.add(samples, kept, share)
         weigher = self.weigher if self.weigher is not None and self.weigher.due(step) else None
         results: list[StepResult] = []
         fixed: dict[str, Tensor] = {}
@@ -64,7 +77,7 @@ class Learner:
                 hidden = weigher.collect(share) if weigher else None
                 current_T = hidden.logprobs_T if hidden else None
                 if number == 0:
-                    fixed = self._fixed_signals(samples, kept, share, current_T)
+                    fixed = taught | self._fixed_signals(samples, kept, share, current_T)
                 signals = self._signals(share, fixed, number == 0, current_T)
                 batch, whole = self.engine.batch_of(samples, kept, share, signals)
             if weigher and hidden:

@@ -99,7 +99,7 @@ def _run(config: Config, run_dir: Path, options: Options, stack: ExitStack, exch
         push_weights=push.push,
         save=lambda step, state, needed: saves.save(step, state, needed=needed),
     )
-    learner = Learner(config, built.engine, built.objective, built.reference)
+    learner = Learner(config, built.engine, built.objective, built.reference, built.teacher)
     loop = Loop(config, run_dir, exchange, learner, source, exchange.stop, hooks)
     loop.load_state_dict(resumed.loop)
     # The servers may hold other weights than the trainer: those of the folder, while the trainer resumes, or half an update.

@@ -35,6 +35,17 @@ def wants_served_teacher(config: Config) -> bool:
     return needs.teacher != "none" and config.teacher.where == "served"
 
 
+def check_colocated_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+    """DataError for a teacher beside the student whose tokens are not the student's."""
+    section = config.teacher
+    if objective_config(config.objective.name, config.objective.options).needs().teacher == "none":
+        return
+    for source in (section, *section.by_domain.values()):
+        if source.path and section.where == "colocated":
+            student_vocab = read_shape(config.model.path).vocab
+            check_same_tokens(tokenizer, student_vocab, source.path, align=section.align_vocabulary)
+
+
 @dataclass(frozen=True)
 class _Foreign:
     """What it takes to ask a teacher of another tokenizer. prompts: the ids of each prompt in the teacher's tokens, by id."""
