@@ -89,7 +89,7 @@ def mean_evidence(sums: EvidenceSum, median: float, batch_median: float, s: floa
     if sums.live == 0:
         return float("inf")
     mean = sums.total / sums.live
-    if scale == "snr":
+    if scale == "snr" or mean != mean:  # a NaN goes on as it is: there may be no median to divide by
         return mean
     unit = median if scale == "paper" else median / batch_median
     return mean * unit ** (-2.0 * s)
