@@ -14,12 +14,13 @@ def problems(facts: Facts) -> Iterator[Problem]:
     yield from _servers(config.rollout.servers, "rollout.servers")
     if not facts.has_teacher:
         return
-    if config.teacher.where == "served":
-        yield from _servers(config.teacher.servers, "teacher.servers")
-        if config.teacher.servers.launch == "local" and not config.teacher.path:
-            yield wrong("a teacher server is started from a folder: name it", "teacher.path")
-    elif config.teacher.servers.urls:
-        yield doubtful("a colocated teacher asks no server", "teacher.servers.urls")
+    for key, source in facts.teachers.items():
+        if config.teacher.where == "served":
+            yield from _servers(source.servers, f"{key}.servers")
+            if source.servers.launch == "local" and not source.path:
+                yield wrong("a teacher server is started from a folder: name it", f"{key}.path")
+        elif source.servers.urls:
+            yield doubtful("a colocated teacher asks no server", f"{key}.servers.urls")
 
 
 def _servers(servers: ServersSection, key: str) -> Iterator[Problem]:

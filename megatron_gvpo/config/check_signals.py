@@ -108,8 +108,10 @@ def _teacher(facts: Facts) -> Iterator[Problem]:
             "teacher.signal",
             "objective.name",
         )
-    if teacher.where == "colocated" and not teacher.path:
-        yield wrong("a colocated teacher is loaded from a folder: name it", "teacher.path", "teacher.where")
+    if teacher.where == "colocated":
+        for key, source in facts.teachers.items():
+            if not source.path:
+                yield wrong("a colocated teacher is loaded from a folder: name it", f"{key}.path", "teacher.where")
     if teacher.where == "served":
         if teacher.signal == "full":
             yield wrong(
@@ -138,10 +140,12 @@ def _vocabularies(facts: Facts) -> Iterator[Problem]:
     signal, top_k = facts.config.teacher.signal, facts.config.teacher.top_k
     if signal == "topk" and top_k > teacher.vocab:
         yield wrong(f"{top_k} is above the teacher's vocabulary of {teacher.vocab}", "teacher.top_k")
-    if student is not None and signal in ("topk", "full") and teacher.vocab != student.vocab:
+    if student is None or signal == "sequence" or facts.config.teacher.align_vocabulary:
+        return
+    if teacher.vocab != student.vocab:
         yield wrong(
             f"the teacher's vocabulary has {teacher.vocab} entries and the student's {student.vocab}; "
-            f"the {signal} signal compares them one by one",
+            f"the {signal} signal compares them one by one; set teacher.align_vocabulary: true to compare those that both have",
             "teacher.path",
         )
 

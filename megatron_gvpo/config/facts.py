@@ -10,7 +10,7 @@ from typing import Literal
 from megatron_gvpo.config.hf_shape import ModelShape, ShapeError, read_shape
 from megatron_gvpo.config.needs import Needs
 from megatron_gvpo.config.objectives import ObjectiveConfig, objective_config
-from megatron_gvpo.config.schema import Config
+from megatron_gvpo.config.schema import Config, TeacherSource
 
 PROMPT_FILES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq")
 """The endings by which the data room knows a file of prompts."""
@@ -45,7 +45,15 @@ class Facts:
 
     @property
     def has_teacher(self) -> bool:
-        return bool(self.config.teacher.path or self.config.teacher.servers.urls)
+        teacher = self.config.teacher
+        return bool(teacher.path or teacher.servers.urls or teacher.by_domain)
+
+    @property
+    def teachers(self) -> dict[str, TeacherSource]:
+        """The named teachers by the config's key of their section."""
+        teacher = self.config.teacher
+        default: dict[str, TeacherSource] = {"teacher": teacher} if teacher.path or teacher.servers.urls else {}
+        return default | {f"teacher.by_domain.{domain}": source for domain, source in teacher.by_domain.items()}
 
     @property
     def samples_per_step(self) -> int:

@@ -30,7 +30,7 @@ def serve(
     if not path:
         raise ConfigError([f"{'model' if role == 'student' else 'teacher'}.path: is missing: there is nothing to serve"])
     servers = (config.rollout if role == "student" else config.teacher).servers
-    servers = servers.model_copy(update={"api_key": servers.api_key or secrets.token_urlsafe(24)})
+    servers = servers.model_copy(update={"api_key": servers.api_key or secrets.token_hex(24)})
     stopped: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -38,7 +38,9 @@ class RunLog:
         log = config.log
         if log.wandb != "off":
             settings = config.model_dump(mode="json")
-            settings["rollout"]["servers"]["api_key"] = settings["teacher"]["servers"]["api_key"] = ""  # wandb keeps for ever
+            teachers = (settings["teacher"], *settings["teacher"]["by_domain"].values())
+            for section in (settings["rollout"], *teachers):
+                section["servers"]["api_key"] = ""  # wandb keeps for ever
             resume = resume_step is not None
             self._sinks.append(WandbSink(run_dir, log.wandb, project=log.wandb_project, config=settings, resume=resume))
         self._console = ConsoleSink(config.train.steps, start_step=resume_step or 0, console=console)

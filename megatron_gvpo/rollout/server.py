@@ -90,7 +90,7 @@ class LocalServer:
         self.servers = servers
         self.name = name
         self.log_path = Path(run_dir) / f"{name}.log"
-        self.api_key = servers.api_key or secrets.token_urlsafe(24)
+        self.api_key = servers.api_key or secrets.token_hex(24)  # never starts with a dash, which would pass for an option
         self._max_length = max_length
         self._seed = seed
         self._first_gpu = first_gpu

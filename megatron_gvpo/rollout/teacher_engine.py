@@ -29,6 +29,20 @@ class TeacherServers:
     weights: str = ""
 
 
+def model_path_of(endpoint: Endpoint, timeout_s: float) -> str:
+    """The folder that a running server says it serves. ServerError when it is down or refuses the key."""
+
+    async def ask() -> str:
+        async with ServerClient(endpoint, vocab_size=1, max_length=2, timeout_s=timeout_s) as client:
+            return (await client.probe()).model_path
+
+    loop = LoopThread()
+    try:
+        return loop.run(ask())
+    finally:
+        loop.close()
+
+
 class TeacherEngine:
     """Scores from running teacher servers.
 

@@ -15,10 +15,10 @@ from megatron_gvpo.config.schema import Config, TeacherSource
 from megatron_gvpo.data.errors import DataError
 from megatron_gvpo.data.prompts import Prompt, load_prompt_sets, load_tokenizer
 from megatron_gvpo.data.samples import Sample
-from megatron_gvpo.rollout.server import running_servers
+from megatron_gvpo.rollout.server import Endpoint, running_servers
 from megatron_gvpo.rollout.teacher import Text
 from megatron_gvpo.rollout.teacher_cache import weights_digest
-from megatron_gvpo.rollout.teacher_engine import TeacherEngine, TeacherServers
+from megatron_gvpo.rollout.teacher_engine import TeacherEngine, TeacherServers, model_path_of
 from megatron_gvpo.rollout.teacher_wire import Scored
 from megatron_gvpo.train.teacher_tokens import Translator, check_same_tokens, difference
 
@@ -137,6 +137,7 @@ class ServedTeachers:
         servers = config.rollout.servers
         first_gpu = servers.count * servers.tensor if servers.launch == "local" else 0
         for domain, source in self._sources.items():
+            source = self._with_folder(source)
             shared, max_length = self._common_ids(domain, source)
             endpoints = self._stack.enter_context(
                 running_servers(
@@ -153,14 +154,22 @@ class ServedTeachers:
             teachers[domain] = TeacherServers(endpoints, shared, max_length, weights_digest(source.path))
         self.engine = self._stack.enter_context(TeacherEngine(teachers, section, temperature=config.rollout.temperature))
 
+    def _with_folder(self, source: TeacherSource) -> TeacherSource:
+        """The source with the folder of its tokenizer and config.json: the configured one, or the one its server names."""
+        if source.path:
+            return source
+        endpoint = Endpoint(source.servers.urls[0].rstrip("/"), source.servers.api_key)
+        told = model_path_of(endpoint, self._config.teacher.request_timeout_s)
+        if not (Path(told) / "config.json").is_file():
+            raise DataError(
+                f"{endpoint}: serves {told!r}, which is no folder here: name one with the teacher's tokenizer and config.json in "
+                "teacher.path, so that its tokens can be compared with the student's"
+            )
+        return source.model_copy(update={"path": told})
+
     def _common_ids(self, domain: str, source: TeacherSource) -> tuple[int, int]:
         """(ids that it may be asked for, tokens of the longest text), after its tokens were compared with the student's."""
         config = self._config
-        if not source.path:
-            raise DataError(
-                "teacher.path is empty: name the folder with the served teacher's tokenizer and config.json, so that its tokens "
-                "can be compared with the student's"
-            )
         student_vocab = read_shape(config.model.path).vocab
         if config.teacher.signal == "sequence" and difference(self._tokenizer, load_tokenizer(source.path)):
             self._foreign[domain] = _Foreign(Translator(source.path), self._foreign_prompts(source))
