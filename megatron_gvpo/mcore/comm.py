@@ -15,7 +15,8 @@ from megatron_gvpo.objectives.batch import TokenTable
 class RankComm:
     """The objectives' `Comm` over the ranks that hold different tokens (data- times context-parallel).
 
-    group: that process group. device: where its backend wants tensors (cuda for nccl). Results come back on the argument's device.
+    group: that process group. device: where its backend wants tensors (cuda for nccl). Results come
+    back on the device of the argument.
     """
 
     group: dist.ProcessGroup
