@@ -80,7 +80,7 @@ class GupoSection(Section):
     eta: float = Field(default=0.1, ge=0, le=1, description="share of the weights that follows the uncertainty")
     delta: Literal["auto"] | float = Field(default="auto", description="prior precision; auto solves for kl_target")
     kl_target: float = Field(default=0.01, gt=0, description="nats a token from the model to a posterior sample")
-    layer: Literal["output_layer"] = Field(default="output_layer", description="the layer Phi")
+    layer: Literal["output_layer", "final_norm"] = Field(default="output_layer", description="the layer Phi")
     rows: float = Field(default=1.0, gt=0, le=1, description="share of the layer's rows on which evidence is averaged")
     evidence_scale: Literal["paper", "batch", "snr"] = Field(default="batch", description="scale of sigma in the evidence")
     coefficients: Literal["recomputed", "held"] = Field(default="recomputed", description="coefficients under each sample")

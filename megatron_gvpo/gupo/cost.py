@@ -63,6 +63,9 @@ def memory_plan(
 
     The Fisher (one number per weight) is always held; the rest is fitted into `gupo.memory_gib`.
     """
+    if gupo.layer == "final_norm":
+        # One number per hidden unit; of the head there is only a chunk of logits.
+        return MemoryPlan(True, gupo.coefficients == "held", True, 1, _SUMS * hidden * compute_bytes)
     budget = int(gupo.memory_gib * (1 << 30))
     rows = max(rows, 1)
     size = rows * hidden
@@ -98,9 +101,12 @@ class Products:
 def head_products(gupo: GupoSection, vocabulary: int, plan: MemoryPlan) -> Products:
     """3 M + 2 with recomputed coefficients, 2 M + 2 with held ones, for all rows.
 
-    In a layer of more than one block the medians add 2 M / vocabulary for each of at most 1,024 rows.
+    For the final norm too: its gradients come through the head. In an output layer of more than one block the medians add
+    2 M / vocabulary for each of at most 1,024 rows.
     """
     samples = gupo.samples
+    if gupo.layer == "final_norm":
+        return Products(2.0, 0.0 if plan.in_one_pass else samples, 2.0 * samples, 0.0)
     rows, medians = evidence_rows(gupo, vocabulary) / vocabulary, median_rows(vocabulary) / vocabulary
     return Products(
         fisher=2.0,

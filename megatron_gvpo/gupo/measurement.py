@@ -26,6 +26,7 @@ from megatron_gvpo.gupo.gradients import GroupGradients, Moments, sample_logprob
 from megatron_gvpo.gupo.head import Head, HeadTokens
 from megatron_gvpo.gupo.posterior import PosteriorHeads, expected_kl, mix, solve_delta
 from megatron_gvpo.gupo.rows import RowSet, one_of_each_stratum, rows_of_shard
+from megatron_gvpo.logprobs.shard import VocabShard
 from megatron_gvpo.objectives.base import Comm, Objective
 from megatron_gvpo.objectives.batch import Batch
 
@@ -91,28 +92,39 @@ def measure(
         raise ValueError(refusal)
     plan = _plan(head, gupo)
     if one_pass(gupo) and not plan.in_one_pass:
-        _say_once("gupo: memory_gib does not hold the sums of the whole head; held coefficients then cost one pass more a sample")
+        say_once("gupo: memory_gib does not hold the sums of the whole head; held coefficients then cost one pass more a sample")
     fisher_VH, theta_T = diagonal_fisher(head, tokens, batch.total_tokens, comm, chunk_bytes)
-    delta = solve_delta(fisher_VH, gupo.kl_target, head.shard) if gupo.delta == "auto" else gupo.delta
-    kl = expected_kl(fisher_VH, delta, head.shard)
-    if kl > WIDEST_POSTERIOR:
-        _say_once(f"gupo: at delta {delta:g} a posterior sample is {kl:.3g} nats a token from the model: raise gupo.delta")
+    delta, kl = width_of_posterior(fisher_VH, head.shard, gupo)
     posterior = PosteriorHeads(head, fisher_VH, delta, gupo.samples, seed, plan.keep_samples)
     del fisher_VH
 
-    # The trainer's own log-probs where it has them: an all-equal group's coefficients are then exactly zero.
-    theta_T = batch.tokens.signals.get("logprobs", theta_T)
-    held_T = coefficients_of(objective, *prepared_under(objective, batch, theta_T, comm), theta_T)
+    held_T = held_coefficients(objective, batch, theta_T, comm)
     normalisers_MT, coefficients_MT = None, held_T.unsqueeze(0)
     if not plan.in_one_pass:
         found = sample_logprobs(head, tokens, posterior, chunk_bytes)
         normalisers_MT = found.normalisers_MT
         if gupo.coefficients == "recomputed":
             coefficients_MT = torch.stack([coefficients_under(objective, batch, lp_T, comm) for lp_T in found.logprobs_MT])
-    unit = _unit(coefficients_MT, batch, comm)
+    unit = unit_of(coefficients_MT, batch, comm)
     gradients = GroupGradients(head, tokens, posterior, coefficients_MT / unit, normalisers_MT, chunk_bytes)
-    active_G = _active(held_T, batch, comm)
+    active_G = active_groups(held_T, batch, comm)
     return _Evidence(head, tokens, batch, comm, gupo, plan, active_G, unit, seed).collect(gradients, delta, kl)
+
+
+def held_coefficients(objective: Objective[Any], batch: Batch, theta_T: Tensor, comm: Comm) -> Tensor:
+    """[T] float64: the coefficients at theta; theta_T are its log-probs as the measurement found them."""
+    # The trainer's own log-probs where it has them: an all-equal group's coefficients are then exactly zero.
+    theta_T = batch.tokens.signals.get("logprobs", theta_T)
+    return coefficients_of(objective, *prepared_under(objective, batch, theta_T, comm), theta_T)
+
+
+def width_of_posterior(fisher_VH: Tensor, shard: VocabShard, gupo: GupoSection) -> tuple[float, float]:
+    """(delta, expected KL in nats a token) of the posterior with this Fisher."""
+    delta = solve_delta(fisher_VH, gupo.kl_target, shard) if gupo.delta == "auto" else gupo.delta
+    kl = expected_kl(fisher_VH, delta, shard)
+    if kl > WIDEST_POSTERIOR:
+        say_once(f"gupo: at delta {delta:g} a posterior sample is {kl:.3g} nats a token from the model: raise gupo.delta")
+    return delta, kl
 
 
 def _plan(head: Head, gupo: GupoSection) -> MemoryPlan:
@@ -129,14 +141,14 @@ def _plan(head: Head, gupo: GupoSection) -> MemoryPlan:
     )
 
 
-def _unit(coefficients_MT: Tensor, batch: Batch, comm: Comm) -> float:
+def unit_of(coefficients_MT: Tensor, batch: Batch, comm: Comm) -> float:
     """A power of two near the mean coefficient: dividing by it is exact, and keeps squares of gradients inside float32."""
     rows = coefficients_MT.shape[0] * max(batch.total_tokens, 1)
     mean = float(comm.sum(coefficients_MT.abs().sum().reshape(1))[0]) / rows
     return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
 
 
-def _active(coefficients_T: Tensor, batch: Batch, comm: Comm) -> Tensor:
+def active_groups(coefficients_T: Tensor, batch: Batch, comm: Comm) -> Tensor:
     """[G] bool: groups with any coefficient that is not zero."""
     group_T = batch.sequences.group_N[batch.tokens.sequence_T]
     count_G = torch.zeros(batch.sequences.groups, dtype=torch.float64)
@@ -225,7 +237,7 @@ class _Evidence:
 _said: set[str] = set()
 
 
-def _say_once(text: str) -> None:
+def say_once(text: str) -> None:
     key = text[:40]
     if key not in _said:
         _said.add(key)

@@ -21,11 +21,13 @@ from megatron_gvpo.gupo.coefficients import why_not
 from megatron_gvpo.gupo.deal import deal_groups
 from megatron_gvpo.gupo.head import Head
 from megatron_gvpo.gupo.measurement import Measurement, measure
+from megatron_gvpo.gupo.norm_layer import measure_norm
 from megatron_gvpo.gupo.posterior import mix
 from megatron_gvpo.gupo.weights import group_multipliers, summarise, uncertainty
 from megatron_gvpo.mcore.batches import RankBatch
 from megatron_gvpo.mcore.forward import ForwardStep, HeadSettings, LossFunc, StepInput, trained_logprobs
 from megatron_gvpo.mcore.head import head_of
+from megatron_gvpo.mcore.model import unwrapped
 from megatron_gvpo.mcore.step import Engine
 from megatron_gvpo.objectives.batch import Batch
 
@@ -145,8 +147,18 @@ class GroupWeigher:
         context = ranks.context.group if ranks.context.size > 1 else None
         tokens, table = deal_groups(found.hidden_TH, found.targets_T, batch.tokens, batch.sequences, context, device=ranks.device)
         seed = mix(self._seed, step, optimizer_step)
-        dealt = Batch(batch.sequences, table)
-        return measure(self._head(), tokens, dealt, engine.objective, engine.comm, self._gupo, seed)
+        dealt, head = Batch(batch.sequences, table), self._head()
+        if self._gupo.layer == "final_norm":
+            return measure_norm(head, self._norm_scale(), tokens, dealt, engine.objective, engine.comm, self._gupo, seed)
+        return measure(head, tokens, dealt, engine.objective, engine.comm, self._gupo, seed)
+
+    def _norm_scale(self) -> Tensor:
+        """[H]: what the final norm multiplies by."""
+        chunk = self._engine.training.chunks[-1]
+        norm: Any = unwrapped(chunk).decoder.final_layernorm
+        weight_H: Tensor = norm.weight.detach()
+        # Megatron can keep the scale as its distance from 1.
+        return weight_H + 1 if get_model_config(chunk).layernorm_zero_centered_gamma else weight_H
 
     def _head(self) -> Head:
         layer = head_of(self._engine.training.chunks[-1])

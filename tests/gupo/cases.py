@@ -14,12 +14,15 @@ from megatron_gvpo.config.needs import Needs
 from megatron_gvpo.config.objectives import GvpoConfig, ObjectiveConfig
 from megatron_gvpo.config.schema import GupoSection
 from megatron_gvpo.gupo import Head, Measurement, deal_groups, measure
+from megatron_gvpo.gupo.norm_layer import measure_norm
 from megatron_gvpo.logprobs.shard import VocabShard
 from megatron_gvpo.objectives import Batch, Comm, LocalComm, Objective, Outputs, Prepared, TokenLoss, TokenTable
 from megatron_gvpo.objectives.batch import SequenceTable
 from megatron_gvpo.objectives.gvpo import Gvpo
 
 VOCAB, HIDDEN = 23, 12
+# Of the final norm, where that is the layer.
+SCALE = torch.linspace(0.5, 1.6, HIDDEN, dtype=torch.float64) * torch.tensor([1.0, -1.0] * (HIDDEN // 2))
 
 
 @dataclass(frozen=True)
@@ -138,4 +141,6 @@ def measured(
     tokens, table = deal_groups(case.hidden_TH[rows_T], case.targets_T[rows_T], local, case.batch.sequences, context)
     head = Head(weight, shard, case.temperature)
     batch = Batch(case.batch.sequences, table)
+    if gupo.layer == "final_norm":
+        return measure_norm(head, SCALE, tokens, batch, objective, comm or LocalComm(), gupo, seed, chunk_bytes)
     return measure(head, tokens, batch, objective, comm or LocalComm(), gupo, seed, chunk_bytes)

@@ -69,35 +69,38 @@ def reference(
     gupo: GupoSection,
     seed: int,
     temperature: float,
+    scale_H: Tensor | None = None,
 ) -> Reference:
-    """weight_VH: the rows that are real ids, the whole layer."""
+    """weight_VH: the rows that are real ids, the whole layer. scale_H: of the final norm, which then is the layer ([1, H])."""
     groups = batch.sequences.groups
+    theta = weight_VH if scale_H is None else scale_H[None]
 
-    def logprobs(weight: Tensor) -> Tensor:
-        logits_TV = hidden_TH @ weight.t() / temperature
+    def logprobs(layer: Tensor) -> Tensor:
+        weight, hidden = (layer, hidden_TH) if scale_H is None else (weight_VH, hidden_TH / scale_H * layer[0])
+        logits_TV = hidden @ weight.t() / temperature
         return logits_TV.log_softmax(1).gather(1, targets_T[:, None]).squeeze(1)
 
     def gradient(at: Tensor, value: Callable[[Tensor], Tensor]) -> Tensor:
         leaf = at.clone().requires_grad_(True)
         return torch.autograd.grad(value(leaf), leaf)[0]
 
-    fisher = torch.zeros_like(weight_VH)
+    fisher = torch.zeros_like(theta)
     for t in range(len(targets_T)):
-        fisher += gradient(weight_VH, lambda w, t=t: logprobs(w)[t]) ** 2 / len(targets_T)
+        fisher += gradient(theta, lambda w, t=t: logprobs(w)[t]) ** 2 / len(targets_T)
     delta = _bisect(fisher, gupo.kl_target) if gupo.delta == "auto" else gupo.delta
 
     def group_gradient(at: Tensor, b: int) -> Tensor:
         return groups * gradient(at, lambda w: loss(batch, b, logprobs(w)))
 
-    at_theta = torch.stack([group_gradient(weight_VH, b) for b in range(groups)])
+    at_theta = torch.stack([group_gradient(theta, b) for b in range(groups)])
     samples = []
     for m in range(gupo.samples):
-        noise = noise_into(torch.empty_like(weight_VH), seed, m, 0)
-        perturbed = weight_VH + noise / (fisher + delta).sqrt()
+        noise = noise_into(torch.empty_like(theta), seed, m, 0)
+        perturbed = theta + noise / (fisher + delta).sqrt()
         if gupo.coefficients == "recomputed":
             samples.append(torch.stack([group_gradient(perturbed, b) for b in range(groups)]))
         else:
-            leaf = logprobs(weight_VH).detach().requires_grad_(True)
+            leaf = logprobs(theta).detach().requires_grad_(True)
             per_group = []
             for b in range(groups):
                 coefficient_T = torch.autograd.grad(loss(batch, b, leaf), leaf)[0]

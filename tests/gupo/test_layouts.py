@@ -27,6 +27,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"coefficients": "held", "evidence_scale": "snr"},
     {"evidence_scale": "paper", "rows": 0.4, "memory_gib": 1e-9},
     {"coefficients": "held", "rows": 0.4, "s": 0.3},
+    {"layer": "final_norm"},
 ]
 
 

@@ -10,7 +10,7 @@ import torch
 from megatron_gvpo.config.schema import GupoSection
 from megatron_gvpo.gupo import cost, group_weights
 from megatron_gvpo.gupo.weights import uncertainty
-from tests.gupo.cases import OBJECTIVES, Clipped, make_case, measured
+from tests.gupo.cases import OBJECTIVES, SCALE, Clipped, make_case, measured
 from tests.gupo.reference import Reference, clipped_loss, gvpo_loss, reference
 
 LOSSES = {"gvpo": gvpo_loss(0.3), "clipped": clipped_loss(Clipped.low, Clipped.high)}
@@ -23,12 +23,18 @@ SETTINGS: list[dict[str, Any]] = [
     {"memory_gib": 1e-9, "samples": 3, "eta": 0.7},
     {"delta": 3.0, "sigma_floor": 0.3},
     {"delta": 50.0, "sigma_floor": 0.0, "samples": 2},
+    {"layer": "final_norm"},
+    {"layer": "final_norm", "coefficients": "held", "evidence_scale": "snr"},
+    {"layer": "final_norm", "evidence_scale": "paper", "s": 0.3, "sigma_floor": 0.9},
 ]
 
 
 def _reference(name: str, gupo: GupoSection, seed: int = 5) -> Reference:
     case = make_case()
-    return reference(case.weight_VH, case.hidden_TH, case.targets_T, case.batch, LOSSES[name], gupo, seed, case.temperature)
+    scale = SCALE if gupo.layer == "final_norm" else None
+    return reference(
+        case.weight_VH, case.hidden_TH, case.targets_T, case.batch, LOSSES[name], gupo, seed, case.temperature, scale
+    )
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "default")

@@ -17,6 +17,7 @@ from tests.ranks import run_ranks
 MODELS = ("llama-four", "llama-four-tied")
 # A large share, so that a wrong weight shows in the gradient.
 GUPO = GupoSection(enabled=True, eta=0.8, delta=30.0)
+NORM = GUPO.model_copy(update={"layer": "final_norm", "delta": "auto"})
 
 # world size -> (layout, samples per micro-batch)
 LAYOUTS: dict[int, list[tuple[dict[str, Any], int]]] = {
@@ -61,6 +62,10 @@ def _one_process(rank: int, world: int, folder: str) -> dict[str, Any]:
         layer, found.hidden_TH, found.targets_T, batch, gvpo_loss(OBJECTIVES["gvpo"]["beta"]), GUPO, mix(3, 1, 0), TEMPERATURE
     )
     out["written out"] = (written.uncertainty_G, written.weights_G)
+    out[f"norm {MODELS[0]}"] = run(f"{folder}/{MODELS[0]}", ranks, parallel, "gvpo", NORM, 99)
+    loss, noise, scale = gvpo_loss(OBJECTIVES["gvpo"]["beta"]), mix(3, 1, 0), weigher._norm_scale()
+    written_norm = reference(layer, found.hidden_TH, found.targets_T, batch, loss, NORM, noise, TEMPERATURE, scale)
+    out["norm written out"] = (written_norm.uncertainty_G, written_norm.weights_G)
     groups = batch.sequences.groups
     one_group = [gradients_with(engine, whole, batch, groups * torch.eye(groups, dtype=torch.float64)[b]) for b in range(groups)]
     out["sum of the groups' own gradients"] = {
@@ -101,6 +106,14 @@ def test_weights_and_update_are_those_of_the_paper(one_process: dict[str, Any]) 
     assert _difference(found.gradients, one_process["sum of the groups' own gradients"]) < 1e-10
 
 
+def test_the_final_norm_as_the_layer(one_process: dict[str, Any]) -> None:
+    """The same for H numbers, whose gradients come through the head."""
+    found: Run = one_process[f"norm {MODELS[0]}"]
+    uncertainty_G, weights_G = one_process["norm written out"]
+    assert found.uncertainty_G.tolist() == pytest.approx(uncertainty_G.tolist(), rel=1e-9)
+    assert (found.multipliers_G / len(weights_G)).tolist() == pytest.approx(weights_G.tolist(), rel=1e-9)
+
+
 def test_eta_zero_and_observing_leave_the_gradient_bit_for_bit(one_process: dict[str, Any]) -> None:
     """What is not applied must not be seen; `observe` still reports the weights it would have used."""
     assert one_process["plain at eta 0.0 True"]
@@ -123,6 +136,8 @@ def _cases(rank: int, world: int, folder: str) -> dict[str, Run]:
         ranks = start(parallel, train, precision)
         for name, model in (("gvpo", MODELS[0]), ("grpo", MODELS[1])):
             found[f"{name} {model} {layout}"] = run(f"{folder}/{model}", ranks, parallel, name, GUPO, micro)
+        if "tensor" in layout:
+            found[f"norm {MODELS[0]} {layout}"] = run(f"{folder}/{MODELS[0]}", ranks, parallel, "gvpo", NORM, micro)
     shutdown()
     return found
 
