@@ -73,7 +73,7 @@ def test_a_teacher_that_stalls_gives_way_within_the_limit(three: Sequence[FakeSe
 
 
 def test_a_hedged_request_does_not_wait_for_a_stalled_server(three: Sequence[FakeServer]) -> None:
-    """One server in three never answers, and its health check is well. Without hedging this is an error (see test_faults); with it
+    """One server in three never answers, and its health check is well. Without hedging this is an error (test_faults); with it
     the other servers' answers count. How much time it saves: benchmarks/teacher.py."""
     three[2].on("/generate", *probe_then(hang))
     with engine_on(three, request_timeout_s=60.0, hedge_after_s=0.2) as engine:
@@ -147,7 +147,7 @@ def test_each_domain_is_scored_by_its_own_teacher(three: Sequence[FakeServer]) -
 
 
 def test_the_cache_makes_the_second_time_free(three: Sequence[FakeServer], tmp_path: Path) -> None:
-    """A second epoch over fixed answers, or a run once more, asks the servers for nothing but the probe. Other weights, or another
+    """A second epoch over fixed answers, or a run once more, asks the servers for the probe alone. Other weights, or another
     k, are another key. Scores come back bit for bit."""
     asked: list[int] = []
 
