@@ -42,16 +42,46 @@ def validate(config: ConfigFile, sets: Sets = None, json: Json = False, no_files
 
 
 @app.command()
-def plan(config: ConfigFile, sets: Sets = None, json: Json = False) -> None:
-    """Say what CONFIG will need: parameters, ranks, and memory per GPU by part. Needs the model's config.json alone."""
+def plan(
+    config: ConfigFile,
+    sets: Sets = None,
+    json: Json = False,
+    gpu: Annotated[str, typer.Option("--gpu", help="the trainer's and the servers' GPU: a100, h100, h200 or b200")] = "h100",
+    efficiency: Annotated[
+        float, typer.Option("--efficiency", min=0.01, max=1.0, help="share of the bf16 peak of a layer")
+    ] = 0.45,
+    fit: Annotated[bool, typer.Option("--fit", help="look for the fastest layout of these GPUs that fits")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="build a rank's real model without memory and check it")] = False,
+    rank: Annotated[list[int] | None, typer.Option("--rank", help="with --dry-run: a rank; the last stage's by default")] = None,
+) -> int:
+    """Say what CONFIG will need: ranks, memory per GPU by part, time, traffic. Needs the model's config.json alone."""
+    from dataclasses import replace
+
+    from megatron_gvpo.config.errors import ConfigError
+    from megatron_gvpo.launch.fit import fit_plan, fit_text
+    from megatron_gvpo.launch.hardware import GPUS, Assumptions
     from megatron_gvpo.launch.plan import make_plan
     from megatron_gvpo.launch.plan_text import plan_text
 
-    result = make_plan(checked_config(config, sets, files=False))
+    if gpu not in GPUS:
+        raise ConfigError([f"error: --gpu {gpu}: not known here; there are {', '.join(GPUS)}"])
+    checked = checked_config(config, sets, files=False)
+    assumed = replace(Assumptions(), gpu=GPUS[gpu], efficiency=efficiency)
+    result = make_plan(checked, assumed)
+    text = plan_text(result)
+    if fit:
+        result["fit"] = fit_plan(checked, assumed)
+        text += "\n" + fit_text(result["fit"])
+    if dry_run:
+        from megatron_gvpo.launch.dry_run import dry_run_ranks, dry_run_text
+
+        result["dry_run"] = dry_run_ranks(config, sets or (), checked, rank or ())
+        text += "\n" + dry_run_text(result["dry_run"])
     if json:
         print_json(result)
     else:
-        print(plan_text(result))
+        print(text)
+    return EXIT_FAILED if dry_run and not all(found["ok"] for found in result["dry_run"]) else 0
 
 
 @app.command()

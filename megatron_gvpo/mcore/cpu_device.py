@@ -28,16 +28,23 @@ _CUDA_TYPE_NAME = {
     "torch.FloatTensor": "torch.cuda.FloatTensor",
     "torch.HalfTensor": "torch.cuda.HalfTensor",
     "torch.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
+    "torch.meta.FloatTensor": "torch.cuda.FloatTensor",
+    "torch.meta.BFloat16Tensor": "torch.cuda.BFloat16Tensor",
 }
 
 _mode: TorchFunctionMode | None = None
+_device = CPU
 
 
-def enable() -> None:
-    """Switch this process to the CPU device mode; a second call does nothing. There is no way back within a process."""
-    global _mode
+def enable(device: torch.device = CPU) -> None:
+    """Switch this process to the CPU device mode; a second call does nothing. There is no way back within a process.
+
+    device: what stands for "the current GPU"; the meta device for a dry run, in which nothing is allocated.
+    """
+    global _mode, _device
     if _mode is not None:
         return
+    _device = device
     # Megatron's fused element-wise kernels would be compiled by inductor: minutes, for nothing gained on a CPU.
     os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     _replace_cuda_calls()
@@ -61,9 +68,9 @@ class _CpuFunctionMode(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
         if kwargs and _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": CPU}
+            kwargs = {**kwargs, "device": _device}
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
+            args = (args[0], _device, *args[2:])
         return func(*args, **kwargs)
 
 
@@ -115,7 +122,7 @@ def _replace_cuda_calls() -> None:
         # Also on a machine that has GPUs: in this mode nothing may reach for them.
         "is_available": lambda: False,
         "device_count": lambda: 1,
-        "current_device": lambda: CPU,
+        "current_device": lambda: _device,
         "set_device": nothing(),
         "synchronize": nothing(),
         "empty_cache": nothing(),

@@ -25,6 +25,7 @@ from megatron_gvpo.config.hf_shape import ModelShape, read_shape
 from megatron_gvpo.config.schema import ModelSection, ParallelSection, PrecisionSection
 from megatron_gvpo.logprobs.shard import VocabShard
 from megatron_gvpo.mcore.errors import SetupError
+from megatron_gvpo.mcore.fp8 import fp8_fields
 from megatron_gvpo.mcore.spec import layer_spec, transformer_engine_works
 from megatron_gvpo.mcore.startup import Ranks
 
@@ -140,7 +141,7 @@ def transformer_config(
         "persist_layer_norm": False,
         "gradient_accumulation_fusion": False,
     }
-    fields |= _recompute(model) | _fp8(precision, engine) | _overrides(model)
+    fields |= _recompute(model) | fp8_fields(precision, engine) | _overrides(model)
     try:
         return TransformerConfig(**fields)
     except (AssertionError, ValueError, TypeError) as error:
@@ -273,22 +274,6 @@ def _recompute(model: ModelSection) -> dict[str, Any]:
     if model.recompute == "selective":
         return {"recompute_granularity": "selective"}
     return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-
-
-def _fp8(precision: PrecisionSection, engine: bool) -> dict[str, Any]:
-    if precision.fp8 == "none":
-        return {}
-    if not engine:
-        raise SetupError(f"precision.fp8 {precision.fp8} needs a GPU and Transformer Engine; set precision.fp8: none here")
-    return {
-        # Gradients of the scaled-by-block recipes keep enough range in e4m3; the per-tensor ones want e5m2 for them.
-        "fp8": "e4m3" if precision.fp8 in ("mxfp8", "blockwise") else "hybrid",
-        "fp8_recipe": precision.fp8,
-        "fp8_param": precision.fp8_params,
-        "first_last_layers_bf16": precision.bf16_first_layers > 0 or precision.bf16_last_layers > 0,
-        "num_layers_at_start_in_bf16": precision.bf16_first_layers,
-        "num_layers_at_end_in_bf16": precision.bf16_last_layers,
-    }
 
 
 def _overrides(model: ModelSection) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def _fill(chunks: Sequence[Any], source: TensorSource) -> None:
         names = Names(facts_of(model), model.config)
         with torch.no_grad():
             for local_name, param in model.named_parameters():
-                name = _global_name(model, local_name)
+                name = global_name(model, local_name)
                 tensors = [source.tensor(hf_name) for hf_name in names.hf_names(name)]
                 param.copy_(names.to_shard(name, tensors, param, rank, size))
 
@@ -128,7 +128,7 @@ def _pieces(models: Sequence[Any], stages: int) -> list[tuple[int, _Piece]]:
             if local_name == "output_layer.weight" and model.share_embeddings_and_output_weights:
                 continue
             cut = bool(getattr(param, "tensor_model_parallel", False))
-            mine.append(_Piece(number, local_name, _global_name(model, local_name), param.partition_dim if cut else None))
+            mine.append(_Piece(number, local_name, global_name(model, local_name), param.partition_dim if cut else None))
     everyone: list[Any] = [mine]
     if stages > 1:
         everyone = [None] * stages
@@ -146,7 +146,7 @@ def _order(name: str) -> tuple[int, int]:
     return (2, 0)
 
 
-def _global_name(model: Any, local_name: str) -> str:
+def global_name(model: Any, local_name: str) -> str:
     """The parameter's name with its layer's number in the whole model; layers count from 0 in every chunk."""
     head, found, rest = local_name.partition("decoder.layers.")
     if not found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_gvpo.config.alignment import run_multiple
 from megatron_gvpo.config.hf_shape import read_shape
 from megatron_gvpo.config.schema import Config, ModelSection
 from megatron_gvpo.mcore.batches import Layout
@@ -54,7 +55,7 @@ def build(config: Config, ranks: Ranks) -> Built:
         temperature=config.rollout.temperature,
         sequence_parallel=parallel.sequence and parallel.tensor > 1,
     )
-    multiple = (parallel.tensor if head.sequence_parallel else 1) * (2 * parallel.context if parallel.context > 1 else 1)
+    multiple = run_multiple(config.precision, parallel)
     layout = Layout(ranks.context.size, ranks.context.rank, multiple, uniform=ranks.virtual_pipeline is not None)
     engine = Engine(ranks, training, objective, head, layout)
     return Built(engine, objective, chunks, reference, _teacher(config, engine))
