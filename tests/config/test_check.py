@@ -191,7 +191,7 @@ def test_precision(run: Run, precision: dict[str, Any], device: str, why: str) -
             {"gupo": {"enabled": True}, "rollout": {"prompts_per_step": 2}, "parallel": {"gpus_per_node": 4}},
             "rollout.prompts_per_step: GUPO keeps a group on one rank",
         ),
-        ({"gupo": {"layer": "last_block"}}, "gupo.layer: must be output_layer or final_norm"),
+        ({"gupo": {"layer": "last_block"}}, "gupo.layer: must be one of output_layer, final_norm"),
     ],
 )
 def test_keys_that_contradict_each_other(run: Run, changes: dict[str, dict[str, Any]], why: str) -> None:
