@@ -23,6 +23,7 @@ from megatron_gvpo.launch.parameters import (
     stage_layers,
 )
 from megatron_gvpo.launch.servers import ServerPlan, rollout_servers, teacher_servers
+from megatron_gvpo.launch.teacher_payload import per_second, teacher_payloads
 from megatron_gvpo.launch.timing import TrainTime, train_time
 from megatron_gvpo.launch.work import step_work
 
@@ -94,6 +95,11 @@ def make_plan(config: Config, assumed: Assumptions | None = None) -> dict[str, A
     }
     if config.train.device == "cuda":
         plan |= _on_gpus(subject, assumed, largest["memory_gib_total"])
+    teacher = subject.colocated or subject.served
+    if teacher is not None and subject.needs.teacher != "none":
+        plan["teacher"] = teacher_payloads(config, teacher)
+        if "seconds" in plan:
+            plan["teacher"] = per_second(plan["teacher"], plan["seconds"]["step"])
     return plan
 
 

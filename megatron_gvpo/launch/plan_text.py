@@ -13,6 +13,8 @@ def plan_text(plan: dict[str, Any]) -> str:
     lines = [*_model(plan), *_layout(plan), *_memory(plan)]
     if "seconds" in plan:
         lines += [*_servers(plan), *_time(plan), *_traffic(plan)]
+    if "teacher" in plan:
+        lines += _teacher(plan["teacher"])
     return "\n".join(lines)
 
 
@@ -105,6 +107,16 @@ def _traffic(plan: dict[str, Any]) -> Iterator[str]:
             f"  {kind:<12}{item['link']:<9}{item['bytes'] / 1e9:9.3g} GB in {item['messages']:8.0f} messages, "
             f"{item['seconds']:7.3g} s if nothing overlaps: {item['what']}"
         )
+
+
+def _teacher(teacher: dict[str, Any]) -> Iterator[str]:
+    yield ""
+    yield f"Teacher's signal, {big(teacher['tokens_per_step'])} response tokens a step at most"
+    for name, row in teacher["payloads"].items():
+        rate = f" {row['bytes_per_second'] / 1e6:9.3g} MB/s" if "bytes_per_second" in row else ""
+        mark = "  <- in use" if name == teacher["in_use"] else ""
+        numbers = f"{row['bytes_per_token']:10.6g} bytes a token {row['bytes_per_step'] / 1e6:10.4g} MB a step{rate}"
+        yield f"  {name:<20}{numbers}: {row['what']}{mark}"
 
 
 def _all_parts(plan: dict[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "forward_kl": ("gkd", {"divergence": "forward_kl", "teacher": "full"}, "full"),
     "topk": ("gkd", {"divergence": "forward_kl"}, "topk"),
     "opd_kl": ("opd", {"baseline": "kl"}, "full"),
+    "opd_kl_topk": ("opd", {"baseline": "kl"}, "topk"),
     "sampled": ("opd", {}, "sampled"),
     "sequence": ("gvpo_opd", {"length_alpha": 0.5}, "sequence"),
 }
@@ -33,7 +34,7 @@ def make_teacher(folder: Path, name: str, vocab: int, seed: int, tied: bool = Fa
         vocab_size=vocab,
         hidden_size=48,
         intermediate_size=80,
-        num_hidden_layers=2,
+        num_hidden_layers=8,  # the student has four
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=256,
@@ -58,9 +59,17 @@ def batch(domains: bool) -> list[Sample]:
 
 
 def through_engine(
-    student: str, teachers: dict[str, str], ranks: Any, parallel: Any, case: str, *, micro: int, offload: bool = False
+    student: str,
+    teachers: dict[str, str],
+    ranks: Any,
+    parallel: Any,
+    case: str,
+    *,
+    micro: int,
+    offload: bool = False,
+    served: bool = False,
 ) -> tuple[float, dict[str, float], dict[str, Any]]:
-    """(loss, metrics, {Hugging Face name: gradient}) in float64, on every rank."""
+    """(loss, metrics, {Hugging Face name: gradient}) in float64, on every rank. served: the signals come with the samples."""
     import torch
 
     from megatron_gvpo.config.schema import ModelSection, OptimizerSection, PrecisionSection, TeacherSection
@@ -96,12 +105,15 @@ def through_engine(
     head = HeadSettings(output_shard(chunks[-1], ranks), TEMPERATURE, sequence)
     engine = Engine(ranks, training, objective, head, layout)
     beside = {
-        domain: ColocatedTeacher(model(path), ranks, layout, head, path, offload=offload) for domain, path in teachers.items()
+        domain: ColocatedTeacher(model(path), ranks, layout, head, path, offload=offload)
+        for domain, path in ({} if served else teachers).items()
     }
     section = TeacherSection(path="x", where="colocated", signal=signal, top_k=TOP_K)  # type: ignore[arg-type]
     wanted = objective.needs.teacher
     signals = TeacherSignals(section, wanted, beside, ids=STUDENT_VOCAB, last_stage=ranks.is_last_stage)
     batch_samples = batch(domains=len(teachers) > 1)
+    if served:
+        score_as_a_server(batch_samples, Path(teachers[""]))
     kept, _ = kept_samples(batch_samples, objective.needs.min_group_size)
     plan = plan_micro_batches(
         [len(batch_samples[i]) for i in kept],
@@ -120,6 +132,24 @@ def through_engine(
             for parameter in chunk.parameters():
                 parameter.copy_(parameter.main_grad)
     return loss, metrics, {name: tensor.clone() for name, tensor in export_hf(chunks)}
+
+
+def score_as_a_server(batch_samples: list[Sample], teacher: Path) -> None:
+    """Put the teacher's log-probs and likeliest ids into the samples, tempered, where a real server would give temperature 1."""
+    import torch
+    import transformers
+
+    from megatron_gvpo.data.teacher_top import TeacherTop
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float64, attn_implementation="eager")
+    for sample in batch_samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        with torch.no_grad():
+            logits_TV = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logp_TV = torch.log_softmax(logits_TV / TEMPERATURE, -1)
+        sample.teacher_logprobs = logp_TV.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0].tolist()
+        top = logp_TV.topk(TOP_K, 1)
+        sample.teacher_top = TeacherTop(top.indices.int().numpy(), top.values.float().numpy())
 
 
 def through_transformers(student: Path, teachers: dict[str, Path], case: str) -> tuple[float, dict[str, Any]]:
@@ -167,7 +197,7 @@ def through_transformers(student: Path, teachers: dict[str, Path], case: str) ->
         terms = prepared.coefficients_T * lp_T
         value = prepared.loss_sum if prepared.loss_sum is not None else float(terms.sum().detach())
     else:
-        kl_T = (logq_TV.exp() * (logq_TV - logp_TV)).sum(1).detach()
+        kl_T = _dense_divergence(case, logp_TV, logq_TV, options).detach()
         advantage_T = prepared.token_data["advantage"] + kl_T
         terms = -advantage_T * prepared.token_data["weight"] * lp_T
         value = float(terms.sum().detach())
@@ -179,15 +209,17 @@ def _dense_divergence(case: str, logp_TV: Any, logq_TV: Any, options: dict[str, 
     import torch
 
     p, q = logp_TV.exp(), logq_TV.exp()
-    if case == "topk":
+    if case in ("topk", "opd_kl_topk"):
         top = p.topk(TOP_K, 1)
         p_TB = torch.cat([top.values, 1 - top.values.sum(1, keepdim=True)], 1)
         kept = q.gather(1, top.indices)
         q_TB = torch.cat([kept, 1 - kept.sum(1, keepdim=True)], 1)
+        if case == "opd_kl_topk":
+            return (q_TB * (q_TB.log() - p_TB.log())).sum(1)
         return (p_TB * (p_TB.log() - q_TB.log())).sum(1)
     if case == "tv":
         return 0.5 * (p - q).abs().sum(1)
-    if case == "reverse_kl":
+    if case in ("reverse_kl", "opd_kl"):
         return (q * (logq_TV - logp_TV)).sum(1)
     if case == "forward_kl":
         return (p * (logp_TV - logq_TV)).sum(1)

@@ -15,7 +15,8 @@ from tests.teacher.colocated_runs import CASES, make_teacher, through_engine, th
 # parallelism are others, and 200 of its ids are not the student's.
 ALIGNED = ("tv", "jsd", "sampled")
 LAYOUTS: dict[int, list[tuple[dict[str, Any], int]]] = {
-    2: [({"context": 2}, 2), ({"tensor": 2, "sequence": True}, 3), ({"pipeline": 2, "virtual_pipeline": 1}, 2)],
+    # With two data-parallel ranks and one sample a micro-batch, one rank has a filler.
+    2: [({}, 1), ({"context": 2}, 2), ({"tensor": 2, "sequence": True}, 3), ({"pipeline": 2, "virtual_pipeline": 2}, 2)],
     4: [({"tensor": 2, "pipeline": 2}, 2), ({"tensor": 2, "pipeline": 2, "sequence": True}, 3)],
 }
 Found = tuple[float, dict[str, float], dict[str, Any]]
@@ -37,6 +38,8 @@ def _settings(folder: str) -> list[tuple[str, str, dict[str, str]]]:
     return [
         *((f"{case} near", case, {"": near}) for case in CASES),
         *((f"{case} wide", case, {"": wide}) for case in ALIGNED),
+        ("topk served", "topk", {"": near}),
+        ("opd_kl served", "opd_kl_topk", {"": near}),
         ("tv domains", "tv", {"": near, "code": tied}),
         ("sampled domains", "sampled", {"": near, "code": tied}),
     ]
@@ -52,7 +55,14 @@ def _cases(rank: int, world: int, folder: str, layouts: list[tuple[dict[str, Any
         for number, (name, case, teachers) in enumerate(_settings(folder)):
             offload = number % 2 == 1
             loss, metrics, gradients = through_engine(
-                f"{folder}/llama-four", teachers, ranks, parallel, case, micro=micro, offload=offload
+                f"{folder}/llama-four",
+                teachers,
+                ranks,
+                parallel,
+                case,
+                micro=micro,
+                offload=offload,
+                served=name.endswith("served"),
             )
             found.append((str(layout), name, (loss, metrics, gradients if rank == 0 else {})))
     shutdown()

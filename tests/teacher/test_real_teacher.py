@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ def engine_of(server: TestServer, **section: Any) -> TeacherEngine:
 
 
 @pytest.fixture
-def exact(sglang_server: TestServer) -> Iterator[list[torch.Tensor]]:
+def exact(sglang_server: TestServer) -> list[torch.Tensor]:
     """[T, V] float64 log-probs of each text's positions."""
     from transformers import AutoModelForCausalLM
 
@@ -44,7 +43,7 @@ def exact(sglang_server: TestServer) -> Iterator[list[torch.Tensor]]:
         for text in texts():
             ids = torch.tensor([[*text.prompt_ids, *text.response_ids]])
             found.append(model(ids).logits[0, len(text.prompt_ids) - 1 : -1].log_softmax(-1))
-    yield found
+    return found
 
 
 def test_sampled_and_top_k_are_those_of_a_float64_forward_pass(sglang_server: TestServer, exact: list[torch.Tensor]) -> None:
