@@ -10,6 +10,8 @@ import dataclasses
 import logging
 import queue
 import random
+import shutil
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +33,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException as TorchCheckpointException
 
 from megatron_gvpo.mcore import adam_state, checkpoint_files
 from megatron_gvpo.mcore.agreement import attempt, from_all, from_rank_0, words
@@ -49,31 +52,117 @@ def save_checkpoint(
     extra: JSON values, rank 0's count. keep: how many of the newest stay (0: all); keep_every: those whose step it divides stay
     too. OSError on every rank, with the rank that failed, where it could not be written; older checkpoints are untouched then.
     """
+    return begin_save(root, step, training, extra, keep=keep, keep_every=keep_every, background=False).finish()
+
+
+class Saving:
+    """A checkpoint that is being written. `done` is this rank's view; `finish` is collective."""
+
+    def __init__(self, root: Path, step: int, request: Any, buckets: Any, commit: Callable[[dict[str, str]], None]) -> None:
+        self.step = step
+        self._path = root / checkpoint_files.step_name(step)
+        self._part = root / f"{checkpoint_files.step_name(step)}.tmp"
+        self._request = request
+        self._commit = commit
+        self._error: Exception | None = None
+        self._bytes = sum(tensor.nbytes for _, _, (_, tensors) in buckets for _, tensor in tensors)
+        self._hashes: dict[str, str] = {}
+        self._thread = threading.Thread(target=self._write, args=(buckets,), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's share is on the disk, or could not be brought there."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> Path:
+        """Wait for this rank's share, and make it a checkpoint when every rank has come here. OSError as `save_checkpoint`."""
+        self._thread.join()
+        trouble = from_all(words(self._error))
+        error = self._error
+        if not trouble:
+            error = attempt(self._finalize)
+            trouble = from_all(words(error))
+        if not trouble:
+            gathered: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, self._hashes)
+            hashes = {name: value for found in gathered for name, value in found.items()}
+            error = attempt(lambda: self._commit(hashes)) if dist.get_rank() == 0 else None
+            trouble = from_rank_0(words(error))
+        if trouble:
+            if dist.get_rank() == 0:
+                shutil.rmtree(self._part, ignore_errors=True)  # a full disk is the likeliest reason
+            raise OSError(f"the checkpoint of step {self.step} could not be written: {trouble}") from error
+        return self._path
+
+    def _finalize(self) -> None:
+        """Megatron's end of a save, on all ranks: it hears of every rank's failure, and writes what holds the files together."""
+        try:
+            for finalize in self._request.finalize_fns:
+                finalize()
+        except TorchCheckpointException as error:  # no Exception, and no one-line text
+            failed = next(iter(error.failures.values()))[0] if error.failures else error
+            raise OSError(f"{self._short_of_space()}{words(failed) if isinstance(failed, Exception) else failed}") from error
+
+    def _short_of_space(self) -> str:
+        """Torch's writer does not tell a full disk from a bug."""
+        free = shutil.disk_usage(self._part).free
+        return f"No space left on device ({free / 2**20:.1f} MiB free): " if free < self._bytes else ""
+
+    def _write(self, buckets: Any) -> None:
+        self._error = attempt(lambda: self._write_and_hash(buckets))
+
+    def _write_and_hash(self, buckets: Any) -> None:
+        request = self._request
+        if request.async_fn is not None:
+            rank, _, results = request.async_fn_args
+            request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
+        own = sorted(self._part.glob(f"__{dist.get_rank()}_*"))
+        self._hashes = {path.name: checkpoint_files.sha256(path) for path in own}
+
+
+def begin_save(
+    root: str | Path,
+    step: int,
+    training: Training,
+    extra: dict[str, Any],
+    *,
+    keep: int = 0,
+    keep_every: int = 0,
+    background: bool = True,
+) -> Saving:
+    """Begin the checkpoint of `step`: everything is copied, and files are written while training goes on. One at a time.
+
+    Collective, as is `Saving.finish`, without which there is no checkpoint; arguments and errors are those of `save_checkpoint`.
+    background: False where nothing is trained before `finish`, which saves the copy.
+    """
     root = Path(root)
     part = root / f"{checkpoint_files.step_name(step)}.tmp"
-    writes = dist.get_rank() == 0
-    error = attempt(lambda: checkpoint_files.begin(root, step)) if writes else None
+    error = attempt(lambda: checkpoint_files.begin(root, step)) if dist.get_rank() == 0 else None
     trouble = from_rank_0(words(error))
     if not trouble:
         trouble = from_all("" if part.is_dir() else f"{part} cannot be seen: checkpoints need a folder that all machines share")
+    requests: list[Any] = []
     if not trouble:
-        error = attempt(lambda: _write(part, training))
+        error = attempt(lambda: requests.append(_request(part, training, background)))
         trouble = from_all(words(error))
-    if not trouble:
-        state = {
-            "step": step,
-            "layout": _layout(),
-            "model": _model_facts(training.chunks),
-            "optimizer": _kind(training.optimizer),
-            "extra": extra,
-        }
-        error = attempt(lambda: checkpoint_files.commit(root, part, step, state)) if writes else None
-        trouble = from_rank_0(words(error))
     if trouble:
         raise OSError(f"the checkpoint of step {step} could not be written: {trouble}") from error
-    if keep and writes:
-        checkpoint_files.prune(root, keep, keep_every)
-    return root / checkpoint_files.step_name(step)
+    state = {
+        "step": step,
+        "layout": _layout(),
+        "model": _model_facts(training.chunks),
+        "optimizer": _kind(training.optimizer),
+        "extra": extra,
+    }
+
+    def commit(hashes: dict[str, str]) -> None:
+        checkpoint_files.commit(root, part, step, state, hashes)
+        if keep:
+            checkpoint_files.prune(root, keep, keep_every)
+
+    request, buckets = requests[0]
+    return Saving(root, step, request, buckets, commit)
 
 
 def load_checkpoint(root: str | Path, training: Training) -> dict[str, Any] | None:
@@ -116,15 +205,42 @@ def load_weights(root: str | Path, chunks: Sequence[Any]) -> int:
 
 
 def newest(root: str | Path) -> Path | None:
-    """The checkpoint to load, the same on every rank: rank 0 looks, and logs what it had to pass over."""
-    found: list[Path | None] = [None]
-    if dist.get_rank() == 0:
-        seen = checkpoint_files.find(Path(root))
-        for warning in seen.warnings:
-            log.warning("%s", warning)
-        found = [seen.path]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    """The newest whole checkpoint, the same on every rank. Collective: the ranks share the reading of large files."""
+    damaged: dict[str, str] = {}
+    while True:
+        seen = _found(Path(root), damaged)
+        path = seen.path
+        if path is not None:
+            damage = _damage(path)
+            if damage:
+                damaged[path.name] = damage
+                continue
+        if dist.get_rank() == 0:
+            for warning in seen.warnings:
+                log.warning("%s", warning)
+        return path
+
+
+def _found(root: Path, damaged: dict[str, str]) -> checkpoint_files.Found:
+    """What rank 0 finds, on every rank."""
+    found: list[Any] = []
+    error = attempt(lambda: found.append(checkpoint_files.find(root, damaged))) if dist.get_rank() == 0 else None
+    trouble = from_rank_0(words(error))
+    if trouble:
+        raise SetupError(f"{root} cannot be read: {trouble}") from error
+    box = found or [None]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a checkpoint's large files; each rank reads a part of them."""
+    names = checkpoint_files.large_files(path)[dist.get_rank() :: dist.get_world_size()]
+    found: list[str] = []
+    error = attempt(lambda: found.append(checkpoint_files.changed(path, names)))
+    heard: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(heard, words(error) or found[0])
+    return next((damage for damage in heard if damage), "")
 
 
 def _load(path: Path, read: Callable[[], None]) -> None:
@@ -134,7 +250,8 @@ def _load(path: Path, read: Callable[[], None]) -> None:
         raise SetupError(f"{path} cannot be loaded: {trouble}") from error
 
 
-def _write(part: Path, training: Training) -> None:
+def _request(part: Path, training: Training, background: bool) -> tuple[Any, Any]:
+    """Megatron's request to write this rank's share, and the share, as CPU tensors that nobody else changes if `background`."""
     adam_state.materialise(training.optimizer)
     _write_in_process()
     model = _model_request(training.chunks)
@@ -148,7 +265,16 @@ def _write(part: Path, training: Training) -> None:
     group: Any = mpu.get_data_parallel_group(with_context_parallel=True)
     if group.size() > 1:
         strategy = FullyParallelSaveStrategyWrapper(strategy, group)
-    dist_checkpointing.save(content, str(part), strategy)
+    request: Any = dist_checkpointing.save(content, str(part), strategy, async_sharded_save=True)
+    if request.async_fn is None:
+        return request, []
+    buckets = request.async_fn_args[1] if request.preload_fn is None else request.preload_fn()
+    return request, _copied(buckets) if background else buckets
+
+
+def _copied(buckets: Any) -> Any:
+    """On a CPU, staging a tensor to the CPU copies nothing: what the next step changes would be written."""
+    return [(file, key, (data, [(item, tensor.clone()) for item, tensor in tensors])) for file, key, (data, tensors) in buckets]
 
 
 def _read(path: Path, training: Training, same_layout: bool) -> None:

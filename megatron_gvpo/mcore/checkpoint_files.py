@@ -1,6 +1,6 @@
 """The folders of a run's checkpoints: which one counts, whether it is whole, which ones go. No torch, no Megatron.
 
-ROOT/step_00000010/      one checkpoint: Megatron's files, state.json, and last of all manifest.json with every file's size
+ROOT/step_00000010/      one checkpoint: Megatron's files, state.json, and last of all manifest.json: every file's size and hash
 ROOT/step_00000020.tmp/  one that was being written when the run was killed; never read
 ROOT/latest              the name of the newest whole one
 """
@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ log = logging.getLogger(__name__)
 LATEST = "latest"
 STATE = "state.json"
 _MANIFEST = "manifest.json"
-# Small files hold everything that says what the large ones mean; those are compared by size only.
-_HASHED_BYTES = 1 << 20
+# Smaller files are hashed by whoever looks at a checkpoint; larger ones are shared out over the ranks.
+_SMALL_BYTES = 1 << 20
 
 
 def step_name(step: int) -> str:
@@ -40,15 +41,18 @@ def begin(root: Path, step: int) -> Path:
     return part
 
 
-def commit(root: Path, part: Path, step: int, state: dict[str, Any]) -> Path:
+def commit(root: Path, part: Path, step: int, state: dict[str, Any], hashes: Mapping[str, str] | None = None) -> Path:
     """Make a written folder a checkpoint, and then the latest one. Call when every rank has written its share.
 
-    state: JSON values, read back by `read_state`. Each step is durable before the next, so a kill at any moment leaves the
-    former latest one or this one.
+    state: JSON values, read back by `read_state`. hashes: of files that are hashed already, by name. Each step is durable before
+    the next, so a kill at any moment leaves the former latest one or this one.
     """
     _write(part / STATE, json.dumps(state, indent=2))
     files = sorted(path for path in part.rglob("*") if path.is_file())
-    manifest = {str(path.relative_to(part)): _facts(path) for path in files}
+    known, manifest = hashes or {}, {}
+    for path in files:
+        name = str(path.relative_to(part))
+        manifest[name] = {"bytes": path.stat().st_size, "sha256": known.get(name) or sha256(path)}
     _write(part / _MANIFEST, json.dumps(manifest, indent=2))
     _sync(part)
     final = root / step_name(step)
@@ -70,8 +74,11 @@ class Found:
     warnings: list[str]
 
 
-def find(root: Path) -> Found:
-    """The one that `latest` names, or, where it is damaged, the newest whole one; path None where there is none."""
+def find(root: Path, damaged: Mapping[str, str] | None = None) -> Found:
+    """The one that `latest` names, or, where it is damaged, the newest whole one; path None where there is none.
+
+    damaged: what was found in large files, which `problem` does not read, by the folder's name.
+    """
     folders = sorted(
         (path for path in root.glob("step_*") if path.is_dir() and re.fullmatch(r"step_\d+", path.name)),
         key=lambda path: int(path.name.removeprefix("step_")),
@@ -80,15 +87,18 @@ def find(root: Path) -> Found:
     warnings: list[str] = []
     try:
         named = (root / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        named = ""  # nothing was saved yet
+    except (OSError, ValueError) as error:
         named = ""
+        warnings.append(f"{root / LATEST} cannot be read, and the newest whole checkpoint is taken: {error}")
     if named and root / named not in folders:
         warnings.append(f"{root / LATEST} names {named!r}, which is not there")
     elif named:
         # Newer ones than the pointer's are whole as well if their manifest says so, but they were never announced.
         folders = [path for path in folders if path.name <= named]
     for path in folders:
-        damage = problem(path)
+        damage = problem(path) or (damaged or {}).get(path.name, "")
         if not damage:
             return Found(path, warnings)
         warnings.append(f"{path} is damaged and passed over: {damage}")
@@ -96,20 +106,42 @@ def find(root: Path) -> Found:
 
 
 def problem(path: Path) -> str:
-    """What is wrong with a checkpoint's files, '' where they are what was written."""
+    """What is wrong with a checkpoint's files, '' where they are what was written; of large ones only the size is compared."""
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
         for name, expected in manifest.items():
             if not (path / name).is_file():
                 return f"{name} is missing"
-            if _facts(path / name) != expected:
-                size, wanted = (path / name).stat().st_size, expected["bytes"]
-                return f"{name} has {size} bytes, not {wanted}" if size != wanted else f"{name} has changed"
+            size, wanted = (path / name).stat().st_size, expected["bytes"]
+            if size != wanted:
+                return f"{name} has {size} bytes, not {wanted}"
+            if size <= _SMALL_BYTES and sha256(path / name) != expected["sha256"]:
+                return f"{name} has changed"
     except FileNotFoundError:
         return f"it has no {_MANIFEST}"
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         return f"its {_MANIFEST} cannot be read ({type(error).__name__})"
     return ""
+
+
+def large_files(path: Path) -> list[str]:
+    """Names of the files that `problem` compares by size only; the checkpoint has to be without problem."""
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    return sorted(name for name, facts in manifest.items() if facts["bytes"] > _SMALL_BYTES)
+
+
+def changed(path: Path, names: Iterable[str]) -> str:
+    """What is wrong with the contents of these files, '' where they are what was written."""
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    return next((f"{name} has changed" for name in names if sha256(path / name) != manifest[name]["sha256"]), "")
+
+
+def sha256(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 22):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -135,14 +167,6 @@ def prune(root: Path, keep: int, keep_every: int = 0) -> list[Path]:
         shutil.rmtree(path, ignore_errors=True)
         removed.append(path)
     return removed
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    facts: dict[str, Any] = {"bytes": size}
-    if size <= _HASHED_BYTES:
-        facts["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return facts
 
 
 def _write(path: Path, text: str) -> None:

@@ -41,11 +41,13 @@ class Hooks:
 
     write_row: rank 0's metrics sink. push_weights(version): the current weights to the servers. save(step, state, needed): a
     checkpoint with the loop's own `state`; one that is needed is the last thing that this process does with the run.
+    settle(wait): look after a checkpoint that is written in the background; the step of the newest that is whole, -1 for none.
     """
 
     write_row: Callable[[int, dict[str, float]], None]
     push_weights: Callable[[str], None]
     save: Callable[[int, dict[str, Any], bool], None]
+    settle: Callable[[bool], int]
 
 
 class Loop:
@@ -71,7 +73,6 @@ class Loop:
         self.bad_in_a_row = 0
         self.bad_steps = 0
         self.evaluation_due = False
-        self.saved_step = -1
 
     def state_dict(self) -> dict[str, Any]:
         """What the loop itself remembers, as JSON values."""
@@ -107,6 +108,7 @@ class Loop:
             leaving = request is not None or self.exchange.any(self.stop.came) or step == stop_after
             self.hooks.write_row(step, {**row, **clock.metrics()})
             carried = 0.0
+            self.hooks.settle(False)
             if leaving and step < train.steps:
                 return self._leave(step, request)
             if step == train.steps or (every and step % every == 0):
@@ -120,7 +122,7 @@ class Loop:
 
     def _leave(self, step: int, request: StopNow | None) -> bool:
         """Save the end of `step`, unless it is saved."""
-        if self.saved_step != step:
+        if self.hooks.settle(True) != step:
             self._save(step, needed=True)
         why = str(request) if request else self.stop.name or "--stop-after"
         log.warning("saved after step %d of %d because of %s", step, self.config.train.steps, why)
@@ -128,7 +130,6 @@ class Loop:
 
     def _save(self, step: int, *, needed: bool) -> None:
         self.hooks.save(step, self.state_dict(), needed)
-        self.saved_step = step
 
     def _publish(self, step: int, row: dict[str, float], clock: StepClock) -> StopNow | None:
         """New weights to the servers, and an evaluation where one is due; the request to leave that ended it, if one did."""

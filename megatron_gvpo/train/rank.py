@@ -98,6 +98,7 @@ def _run(config: Config, run_dir: Path, options: Options, stack: ExitStack, exch
         write_row=lambda step, row: run_log.write(step, row) if run_log else None,
         push_weights=push.push,
         save=lambda step, state, needed: saves.save(step, state, needed=needed),
+        settle=lambda wait: saves.settle(wait=wait),
     )
     learner = Learner(config, built.engine, built.objective, built.reference, built.teacher)
     loop = Loop(config, run_dir, exchange, learner, source, exchange.stop, hooks)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_gvpo import __version__
 from megatron_gvpo.config.schema import Config
-from megatron_gvpo.mcore.checkpoint import load_checkpoint, save_checkpoint
+from megatron_gvpo.mcore.checkpoint import Saving, begin_save, load_checkpoint
 from megatron_gvpo.train.build import Built
 from megatron_gvpo.train.exchange import Exchange
 from megatron_gvpo.train.main import CHECKPOINTS_DIR
@@ -56,26 +56,61 @@ class Saves:
         self._exchange = exchange
         self._built = built
         self.memory: Memory | None = None
+        self._writing: Saving | None = None
+        self._newest = -1
 
     def save(self, step: int, loop: dict[str, Any], *, needed: bool = True) -> None:
         """Everything that the next step depends on, as of the end of `step`.
 
         OSError on every rank where it cannot be written; with `checkpoint.on_error: continue`, and where it is not `needed`
-        because the run goes on, that is only a warning. Older checkpoints stay as they are.
+        because the run goes on, that is only a warning. Older checkpoints stay as they are. With `checkpoint.asynchronous` one
+        that is not needed is written in the background, and counts once `settle` has seen its end.
         """
+        self.settle(wait=True)
         state = self._exchange.from_controller(lambda: self._state(step, loop))
         checkpoint = self._config.checkpoint
+        background = checkpoint.asynchronous and not needed
         try:
-            save_checkpoint(
-                self._folder, step, self._built.engine.training, state, keep=checkpoint.keep, keep_every=checkpoint.keep_every
+            self._writing = begin_save(
+                self._folder,
+                step,
+                self._built.engine.training,
+                state,
+                keep=checkpoint.keep,
+                keep_every=checkpoint.keep_every,
+                background=background,
             )
         except OSError as error:
-            if needed or checkpoint.on_error == "stop":
-                raise SaveError(f"{error}; older checkpoints are whole") from error
-            log.warning("%s; the run goes on without it (checkpoint.on_error: continue)", error)
+            self._failed(error, needed)
+        if not background:
+            self._finish(needed)
+
+    def settle(self, *, wait: bool) -> int:
+        """Make what was written in the background a checkpoint, if it is written on every rank. wait: until it is.
+
+        The step of the newest checkpoint that this run wrote or resumed from; -1 for none.
+        """
+        if self._writing is not None and (wait or not self._exchange.any(not self._writing.done)):
+            self._finish(needed=False)
+        return self._newest
+
+    def _finish(self, needed: bool) -> None:
+        writing, self._writing = self._writing, None
+        if writing is None:
             return
+        try:
+            writing.finish()
+        except OSError as error:
+            self._failed(error, needed)
+            return
+        self._newest = writing.step
         if self.memory is not None and self.memory.journal is not None:
-            self.memory.journal.prune(self._oldest_for_resuming(checkpoint.keep))
+            self.memory.journal.prune(self._oldest_for_resuming())
+
+    def _failed(self, error: OSError, needed: bool) -> None:
+        if needed or self._config.checkpoint.on_error == "stop":
+            raise SaveError(f"{error}; older checkpoints are whole") from error
+        log.warning("%s; the run goes on without it (checkpoint.on_error: continue)", error)
 
     def resume(self, *, accept_changes: bool, live: bool) -> Resumed:
         """Take back the newest whole checkpoint; no steps where there is none yet.
@@ -94,7 +129,8 @@ class Saves:
             self._built.objective.load_state_dict(state["objective"])
         if self._exchange.is_controller:
             log.warning("resumed after step %d", state["step"])
-        return Resumed(int(state["step"]), state["position"], state["loop"])
+        self._newest = int(state["step"])
+        return Resumed(self._newest, state["position"], state["loop"])
 
     def _check(self, state: dict[str, Any], accept_changes: bool) -> bool:
         """Whether the objective is the one that wrote the checkpoint; what else has changed is refused, or named."""
@@ -129,10 +165,10 @@ class Saves:
             },
         }
 
-    def _oldest_for_resuming(self, keep: int) -> int:
+    def _oldest_for_resuming(self) -> int:
         """The step of the oldest checkpoint that a resume falls back to."""
         names = sorted(path.name for path in self._folder.glob("step_*") if path.name.removeprefix("step_").isdigit())
-        return int(names[-keep:][0].removeprefix("step_"))
+        return int(names[-self._config.checkpoint.keep :][0].removeprefix("step_"))
 
 
 def _without_keys(settings: Any) -> Any:

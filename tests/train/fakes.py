@@ -1,4 +1,4 @@
-"""A fake rollout server for whole runs: random responses, as irreproducible as a real server's, and a record of what was asked."""
+"""A fake rollout server for whole runs: random responses, as unrepeatable as a real server's, and what was asked."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_groups_and_scores_come_back_as_they_were(tmp_path: Path) -> None:
 
 
 def test_a_cut_entry_a_flipped_byte_and_another_recipe_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Why: a machine that loses power leaves any of these. What is whole is used, and what comes later starts a line of its own."""
+    """Why: a machine that loses power leaves any of these. What is whole is used, and what comes later starts a new line."""
     journal = Journal(tmp_path, "r")
     page = journal.page(1)
     for name in ("a", "b", "c"):
