@@ -1,34 +1,43 @@
-"""The objectives in a Megatron-Core training loop that is not this project's.
+"""The objectives in a Megatron-Core training loop that is not this project's: what is passed to the schedule.
 
-    objective = create_objective("gvpo", {"beta": 0.1})
-    forward_step = make_forward_step(objective, batch_of, calculate_per_token_loss=False, vocab_size=151936)
-    for samples in my_rollouts:  # this data-parallel rank's own samples
-        inputs = prepare_step(objective, samples, model, forward_step, micro_batch_size=2)
-        get_forward_backward_func()(forward_step_func=forward_step, data_iterator=iter(inputs), model=model, ...)
+    from megatron_gvpo.mcore import make_forward_step, prepare_step
 
-Nothing else of this project is needed: not its config, start-up, optimizer or loop. The gradients that Megatron's DDP (or
+    forward_step = make_forward_step(create_objective("gvpo", {"beta": 0.1}), vocab_size=151936)
+    for samples in my_rollouts:  # this data-parallel rank's, cut into micro-batches
+        step = prepare_step(forward_step, samples, model)
+        get_forward_backward_func()(forward_step_func=forward_step, model=model, forward_only=False, **step.schedule())
+        optimizer.step()
+        report = step.finish()
+
+Nothing else of this project is needed: not its config, start-up, model, optimizer or loop. The gradients that Megatron's DDP (or
 torch's) and `finalize_model_grads` leave are those of the global loss, in both of Megatron's normalisation modes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_gvpo.data.samples import Sample
 from megatron_gvpo.logprobs import VocabShard
-from megatron_gvpo.mcore.batches import Layout, rank_batch
-from megatron_gvpo.mcore.forward import HeadSettings, LossFunc, ModelOutputs, StepInput, objective_forward_step
-from megatron_gvpo.mcore.passes import Passes
-from megatron_gvpo.mcore.startup import Ranks, current_ranks
+from megatron_gvpo.mcore.batches import MicroBatch
+from megatron_gvpo.mcore.forward import (
+    HeadSettings,
+    LossFunc,
+    ModelCall,
+    ModelOutputs,
+    StepInput,
+    call_model,
+    objective_forward_step,
+)
+from megatron_gvpo.mcore.head import HiddenStateHead
 from megatron_gvpo.objectives.base import Objective
-from megatron_gvpo.objectives.batch import kept_samples
+
+Reduction = Literal["sum", "mean"]
 
 
 class ObjectiveForwardStep:
@@ -37,42 +46,95 @@ class ObjectiveForwardStep:
     def __init__(
         self,
         objective: Objective[Any],
-        batch_of: Callable[[Any], StepInput],
-        model_outputs: ModelOutputs,
-        calculate_per_token_loss: bool,
+        batch_of: Callable[[Any], StepInput] | None,
         vocab_size: int,
-        padded_vocab_size: int,
+        model_outputs: ModelOutputs,
+        calculate_per_token_loss: bool | None,
         temperature: float,
+        call: ModelCall,
+        gradient_reduction: Reduction | None,
     ) -> None:
         self.objective = objective
+        self.vocab_size = vocab_size
         self.calculate_per_token_loss = calculate_per_token_loss
+        self.gradient_reduction: Reduction | None = gradient_reduction
         self._batch_of = batch_of
         self._model_outputs: ModelOutputs = model_outputs
-        self._vocab_size = vocab_size
-        self._padded_vocab_size = padded_vocab_size
         self._temperature = temperature
+        self._call = call
 
     def __call__(self, data_iterator: Iterator[Any], model: Any) -> tuple[Tensor, LossFunc]:
-        config = get_model_config(model)
-        if config.calculate_per_token_loss != self.calculate_per_token_loss:
+        self.check_config(get_model_config(model))
+        return objective_forward_step(self.objective, self.head(model), self._input, self.call)(data_iterator, model)
+
+    def call(self, model: Any, micro: MicroBatch) -> Tensor:
+        """The model's output for a micro-batch. TypeError, one line, where the last stage does not return what was announced."""
+        output = self._call(model, micro)
+        if not _inner(model).post_process or (isinstance(output, Tensor) and output.dim() == 3):
+            return output
+        found = f"a tensor of shape {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+        wanted = "[B, S, V / TP] logits" if self._model_outputs == "logits" else "[B, S, H] hidden states"
+        hint = "; that is a loss: call the model without labels" if isinstance(output, Tensor) else ""
+        raise TypeError(f"the model returned {found}, and {wanted} are expected{hint}")
+
+    def check_config(self, config: Any) -> None:
+        """ValueError, one line, for a TransformerConfig that this forward step cannot work with."""
+        told = self.calculate_per_token_loss
+        if told is not None and config.calculate_per_token_loss != told:
             raise ValueError(
                 f"the model's config has calculate_per_token_loss={config.calculate_per_token_loss}, and make_forward_step was "
-                f"given {self.calculate_per_token_loss}: the gradients would be scaled wrongly"
+                f"given {told}: the gradients would be scaled wrongly; leave it out to follow the config"
             )
-        step = objective_forward_step(self.objective, self.head(model), self._batch_of)
-        return step(data_iterator, model)
+        if getattr(config, "mtp_num_layers", None):
+            raise ValueError(
+                f"mtp_num_layers is {config.mtp_num_layers}: multi-token prediction needs labels, which a policy's samples "
+                "are not; build the model without it"
+            )
 
     def head(self, model: Any) -> HeadSettings:
-        """What turns this model's outputs into log-probs."""
-        config = get_model_config(model)
+        """What turns this model chunk's outputs into log-probs; on a stage without an output layer only the vocabulary's cut.
+
+        ValueError or TypeError, one line, for an output layer that does not fit what `make_forward_step` was told.
+        """
         rank, size = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
-        width = -(-self._padded_vocab_size // size)
-        found = parallel_state.get_tensor_model_parallel_group()
-        group = found if size > 1 and isinstance(found, dist.ProcessGroup) else None
-        shard = VocabShard(rank * width, (rank + 1) * width, self._vocab_size, group)
+        group: Any = parallel_state.get_tensor_model_parallel_group() if size > 1 else None
+        inner = _inner(model)
+        rows = self._output_rows(inner.output_layer, size) if inner.post_process else self.vocab_size
+        shard = VocabShard.of(rank, size, self.vocab_size, rows, group)
         # Logits are whole along the sequence: the model's own output layer has gathered them.
-        sequence_parallel = bool(config.sequence_parallel) and self._model_outputs == "hidden"
+        sequence_parallel = bool(get_model_config(model).sequence_parallel) and self._model_outputs == "hidden"
         return HeadSettings(shard, self._temperature, sequence_parallel, self._model_outputs)
+
+    def _output_rows(self, layer: Any, tensor_ranks: int) -> int:
+        """The rows of the output layer over all tensor-parallel ranks, padding included."""
+        rows = getattr(layer, "output_size", None)
+        if not isinstance(rows, int):
+            raise TypeError(f"the output layer is a {type(layer).__name__}; Megatron-Core's ColumnParallelLinear is expected")
+        if rows < self.vocab_size:
+            raise ValueError(
+                f"vocab_size is {self.vocab_size}, and the model's output layer has {rows} rows: give the number of ids that "
+                "the tokenizer knows; rows above it are padding"
+            )
+        hidden = isinstance(layer, HiddenStateHead)
+        if hidden and self._model_outputs == "logits":
+            raise ValueError("the model hands out hidden states: make_forward_step needs model_outputs='hidden'")
+        if not hidden and self._model_outputs == "hidden":
+            raise ValueError(
+                "model_outputs is 'hidden', and the model returns logits: call use_hidden_state_head(model) once, before training"
+            )
+        if not hidden and tensor_ranks > 1 and layer.gather_output:
+            raise ValueError(
+                "the model gathers its logits over the tensor-parallel ranks: build it with parallel_output=True, so that "
+                "every rank keeps its own part of the vocabulary"
+            )
+        return rows
+
+    def _input(self, item: Any) -> StepInput:
+        found = item if self._batch_of is None else self._batch_of(item)
+        if isinstance(found, StepInput):
+            return found
+        source = "the data iterator" if self._batch_of is None else "batch_of"
+        raise TypeError(f"{source} gave a {type(found).__name__}; it has to give one of the inputs that prepare_step made")
 
 
 def make_forward_step(
@@ -80,102 +142,47 @@ def make_forward_step(
     batch_of: Callable[[Any], StepInput] | None = None,
     *,
     vocab_size: int,
-    padded_vocab_size: int | None = None,
     model_outputs: ModelOutputs = "logits",
-    calculate_per_token_loss: bool = False,
+    calculate_per_token_loss: bool | None = None,
     temperature: float = 1.0,
+    call: ModelCall = call_model,
+    gradient_reduction: Reduction | None = None,
 ) -> ObjectiveForwardStep:
     """What to pass to `get_forward_backward_func()` as `forward_step_func`.
 
-    batch_of: makes a `StepInput` (see `prepare_step`) of what the data iterator gives; None where it gives those.
-    vocab_size: the model's own; padded_vocab_size: the rows of its output layer over all ranks, where that is more.
-    model_outputs: `logits`, what a GPTModel returns without labels; `hidden` after `use_hidden_state_head(model)`, which keeps
-    no logits. calculate_per_token_loss: as in the model's TransformerConfig.
+    batch_of: finds, in what your data iterator gives, the `StepInput` that `prepare_step` made; None where it gives those.
+    vocab_size: ids that the tokenizer knows. The model may have more rows: padding, which stays outside every softmax.
+    model_outputs: `logits`, what a GPTModel returns without labels, or `hidden` after `use_hidden_state_head(model)`, with which
+        no logits are kept for the backward pass.
+    calculate_per_token_loss: as in the model's TransformerConfig, which is asked if this is None, and checked if it is not.
+    temperature: of the policy; it divides the logits.
+    call: how the model is called, for one that wants more than tokens and positions: (model, micro_batch) -> output.
+    gradient_reduction: `sum` or `mean`, what the reduction over data- and context-parallel ranks does; None: found out from
+        Megatron-Core's or torch's DistributedDataParallel around the model.
+
+    ValueError, one line, for an objective that needs more than token log-probs, and for an unknown model_outputs.
     """
+    if model_outputs not in get_args(ModelOutputs):
+        raise ValueError(f"model_outputs is {model_outputs!r}; it must be one of {', '.join(get_args(ModelOutputs))}")
+    if objective.needs.teacher in ("topk", "full"):
+        raise ValueError(
+            f"objective {objective.name!r} needs the teacher's distributions ({objective.needs.teacher}), and samples in a loop "
+            "of your own carry token log-probs only: use `megatron-gvpo train` for it"
+        )
     return ObjectiveForwardStep(
-        objective,
-        batch_of or (lambda item: item),
-        model_outputs,
-        calculate_per_token_loss,
-        vocab_size,
-        padded_vocab_size or vocab_size,
-        temperature,
+        objective, batch_of, vocab_size, model_outputs, calculate_per_token_loss, temperature, call, gradient_reduction
     )
 
 
-def prepare_step(
-    objective: Objective[Any],
-    samples: Sequence[Sample],
-    model: Any,
-    forward_step: ObjectiveForwardStep,
-    *,
-    micro_batch_size: int,
-) -> list[StepInput]:
-    """This rank's micro-batches for one optimizer step, with what the objective makes of the whole global batch.
-
-    samples: those of this data-parallel rank (groups may be spread over ranks), the same on its tensor, pipeline and context
-    ranks. model: the chunk or list of chunks that is trained. Runs one forward-only pass where the objective needs the policy's
-    log-probs; `old_logprobs` that a sample lacks are taken from it too. Collective. Every rank gets the same number of inputs.
-    """
-    chunks = list(model) if isinstance(model, (list, tuple)) else [model]
-    config = get_model_config(chunks[0])
-    ranks = _ranks(len(chunks))
-    passes = Passes(ranks, forward_step.head(chunks[-1]), _layout(config, ranks))
-    everything, mine = _gather(samples, ranks)
-    kept, _ = kept_samples(everything, objective.needs.min_group_size)
-    rows = [row for row, index in enumerate(kept) if index in mine]
-    plan = [rows[i : i + micro_batch_size] for i in range(0, len(rows), micro_batch_size)]
-    fillers = _micro_batches_everywhere(len(plan), ranks) - len(plan)
-    share = rank_batch(everything, kept, [*plan, *([[]] * fillers)], passes.layout)
-    signals: dict[str, Tensor] = {}
-    wants_old = objective.needs.old and any(everything[i].old_logprobs is None for i in kept)
-    if objective.needs.current or wants_old:
-        found = passes.logprobs_of(chunks, share)
-        signals |= {"logprobs": found} if objective.needs.current else {}
-        signals |= {"old_logprobs": found} if wants_old else {}
-    batch, share = passes.batch_of(everything, kept, share, signals)
-    items = passes.items(share, objective.prepare(batch, passes.comm))
-    for item in items:
-        item.scale = _divisor(config, len(items), ranks)
-    return items
+def device_of(model: Any) -> torch.device:
+    """Where the model's parameters are."""
+    return next(model.parameters()).device
 
 
-def _divisor(config: Any, micro_batches: int, ranks: Ranks) -> float:
-    """What the schedule, DDP and the finalizer will divide the gradient by.
-
-    Without per-token loss the schedule divides by the number of micro-batches, and DDP averages over the data- and
-    context-parallel ranks. With it nobody does, but Megatron's finalizer divides by the sum of the token counts that the loss
-    function returns: ours returns 1 per micro-batch, so that this is the same number.
-    """
-    if config.calculate_per_token_loss and config.finalize_model_grads_func is None:
-        return 1.0
-    return float(micro_batches * ranks.data_context.size)
-
-
-def _ranks(chunks: int) -> Ranks:
-    on_gpu = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    return current_ranks(device, 0, chunks if chunks > 1 else None)
-
-
-def _layout(config: Any, ranks: Ranks) -> Layout:
-    multiple = ranks.tensor.size if config.sequence_parallel else 1
-    multiple *= 2 * ranks.context.size if ranks.context.size > 1 else 1
-    # A schedule that was not told of variable lengths needs one shape for all.
-    return Layout(ranks.context.size, ranks.context.rank, multiple, uniform=ranks.pipeline.size > 1)
-
-
-def _gather(samples: Sequence[Sample], ranks: Ranks) -> tuple[list[Sample], set[int]]:
-    """The samples of all data-parallel ranks, in rank order, and which of them are this rank's."""
-    parts: list[Any] = [None] * ranks.data.size
-    dist.all_gather_object(parts, list(samples), group=ranks.data.group)
-    start = sum(len(part) for part in parts[: ranks.data.rank])
-    return [sample for part in parts for sample in part], set(range(start, start + len(samples)))
-
-
-def _micro_batches_everywhere(mine: int, ranks: Ranks) -> int:
-    """The largest number of micro-batches of any data-parallel rank: all run that many."""
-    counts: list[Any] = [None] * ranks.data.size
-    dist.all_gather_object(counts, mine, group=ranks.data.group)
-    most = max(1, *counts)
-    return -(-most // ranks.pipeline.size) * ranks.pipeline.size if ranks.virtual_pipeline else most
+def _inner(model: Any) -> Any:
+    """The model inside DDP and Float16Module that knows which stage it is."""
+    while not hasattr(model, "post_process"):
+        if not hasattr(model, "module"):
+            raise TypeError(f"there is no Megatron-Core language model inside this {type(model).__name__}")
+        model = model.module
+    return model
