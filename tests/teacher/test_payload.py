@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_plan_knows_what_each_payload_weighs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Why: the choice between sampled, top-k and whole distributions is one of bytes. The binary form's number is that of the real
+    """Why: the choice between sampled, top-k and whole distributions is one of bytes. The binary form's number is the real
     encoding; JSON's is a typical one (measured by benchmarks/teacher.py)."""
     monkeypatch.chdir(ROOT)
     config = load_config("yaml_configs/demo_chain_sum_gkd_tv.yaml", ["teacher.top_k=128"])
