@@ -70,7 +70,7 @@ format: $(VENV)/.ready
 $(LATEST_VENV)/.ready: requirements/trainer.txt requirements/trainer-nodeps.txt setup.py
 	@test -n "$(PYTHON312)" || { echo "make test-latest needs Python 3.12: set PYTHON312=/path/to/python3.12" >&2; exit 2; }
 	$(PYTHON312) -m venv $(LATEST_VENV)
-	grep -v '^megatron-core' requirements/trainer.txt > $(LATEST_VENV)/requirements.txt
+	grep -v '^megatron-core\|^triton' requirements/trainer.txt > $(LATEST_VENV)/requirements.txt
 	$(LATEST_VENV)/bin/python -m pip install $(PIP_FLAGS) -r $(LATEST_VENV)/requirements.txt megatron-core==0.19.2
 	$(LATEST_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -r requirements/trainer-nodeps.txt
 	$(LATEST_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
