@@ -35,7 +35,7 @@ class ServedTeacher:
     log-probs at two temperatures must not meet in one objective (tempered ones need the whole vocabulary).
 
     top_k: likeliest ids per token beside the log-prob of the token itself; 0: none. batch: responses per request. hedge_after_s:
-    see `Hedge`. cache: scores of earlier runs.
+    see `Hedge`. cache: scores of earlier runs. teacher_ids: see `read_teacher`.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class ServedTeacher:
         batch: int = 8,
         hedge_after_s: float | None = 0.0,
         cache: ScoreCache | None = None,
+        teacher_ids: int = 0,
     ) -> None:
         if temperature != 1.0:
             raise RequestRefused(
@@ -58,6 +59,7 @@ class ServedTeacher:
         self._batch = batch
         self._hedge = Hedge(pool, hedge_after_s)
         self._cache = cache
+        self._teacher_ids = teacher_ids
         self.tokens = 0
         self.from_cache = 0
 
@@ -65,10 +67,6 @@ class ServedTeacher:
     def second_requests(self) -> int:
         """Requests that also went to a second server so far."""
         return self._hedge.second_requests
-
-    @property
-    def bytes_received(self) -> int:
-        return sum(client.bytes_received for client in self._pool.clients)
 
     async def check(self) -> None:
         """Let every server answer as the run will ask it. ServerError for one that does not give the scores."""
@@ -133,4 +131,5 @@ class ServedTeacher:
         starts = [len(text.prompt_ids) for text in texts]
         labels = [text.label for text in texts]
         body = teacher_body(sequences, starts, self._top_k, client.limits, labels)
-        return await client.ask_scores(body, labels[0], read, sequences, starts, client.limits, labels, self._top_k)
+        args = (sequences, starts, client.limits, labels, self._top_k, self._teacher_ids)
+        return await client.ask_scores(body, labels[0], read, *args)

@@ -20,13 +20,15 @@ from megatron_gvpo.rollout.teacher_wire import Scored
 class TeacherServers:
     """One teacher's running servers. vocab_size: ids it may be asked for. max_length: tokens of prompt and response together.
 
-    weights: digest of its weights, for the cache; empty where nobody knows them, and then nothing is remembered.
+    weights: digest of its weights, for the cache; empty where nobody knows them, and then nothing is remembered. teacher_ids: ids
+    of its own head, where they are more than `vocab_size`.
     """
 
     endpoints: Sequence[Endpoint]
     vocab_size: int
     max_length: int
     weights: str = ""
+    teacher_ids: int = 0
 
 
 def model_path_of(endpoint: Endpoint, timeout_s: float) -> str:
@@ -58,6 +60,7 @@ class TeacherEngine:
     def __init__(self, teachers: Mapping[str, TeacherServers], section: TeacherSection, *, temperature: float) -> None:
         self._loop = LoopThread()
         self._pools: list[ServerPool] = []
+        self._clients: list[ServerClient] = []
         self._caches: list[ScoreCache] = []
         self._teachers: dict[str, ServedTeacher] = {}
         try:
@@ -79,7 +82,7 @@ class TeacherEngine:
             "tokens": float(sum(t.tokens for t in teachers)),
             "from_cache": float(sum(t.from_cache for t in teachers)),
             "second_requests": float(sum(t.second_requests for t in teachers)),
-            "bytes": float(sum(t.bytes_received for t in teachers)),
+            "bytes": float(sum(client.bytes_received for client in self._clients)),
         }
 
     def _open(self, servers: TeacherServers, section: TeacherSection, temperature: float) -> ServedTeacher:
@@ -97,6 +100,7 @@ class TeacherEngine:
         ]
         pool = ServerPool(clients, section.servers.concurrency)
         self._pools.append(pool)
+        self._clients += clients
         top_k = section.top_k if section.signal == "topk" else 0
         cache = None
         if section.cache and servers.weights:
@@ -109,6 +113,7 @@ class TeacherEngine:
             batch=section.batch,
             hedge_after_s=section.hedge_after_s,
             cache=cache,
+            teacher_ids=servers.teacher_ids,
         )
         self._loop.run(pool.probe())
         self._loop.run(teacher.check())

@@ -48,15 +48,24 @@ def teacher_body(
 
 
 def read_teacher(
-    answer: Any, sequences: Sequence[Sequence[int]], starts: Sequence[int], limits: Limits, labels: Sequence[str], top_k: int
+    answer: Any,
+    sequences: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    limits: Limits,
+    labels: Sequence[str],
+    top_k: int,
+    teacher_ids: int = 0,
 ) -> list[Scored]:
-    """The answer to `teacher_body`. Malformed, naming the sample, for anything that is not exactly what was asked for."""
+    """The answer to `teacher_body`. Malformed, naming the sample, for anything that is not exactly what was asked for.
+
+    teacher_ids: ids of the teacher's own head, where they are more than those it may be sent.
+    """
     rows = read_scores(answer, sequences, starts, limits, labels)
     if not top_k:
         return [Scored(row) for row in rows]
     items = answer if isinstance(answer, list) else [answer]
     return [
-        Scored(row, _read_top(item["meta_info"], len(row), top_k, limits.vocab_size, label))
+        Scored(row, _read_top(item["meta_info"], len(row), top_k, max(limits.vocab_size, teacher_ids), label))
         for item, row, label in zip(items, rows, labels, strict=True)
     ]
 

@@ -85,7 +85,7 @@ class Controller:
         if train and wants_served_teacher(config):
             self.teachers = self._stack.enter_context(ServedTeachers(config, run_dir, self.tokenizer, self.sets.train))
         elif train:
-            check_colocated_teachers(config, self.tokenizer)
+            check_colocated_teachers(config, self.tokenizer, self.sets.train)
         self.shaping = objective_config(config.objective.name, config.objective.options).shaping()
 
     def close(self) -> None:

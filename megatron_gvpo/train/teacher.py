@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,15 +35,26 @@ def wants_served_teacher(config: Config) -> bool:
     return needs.teacher != "none" and config.teacher.where == "served"
 
 
-def check_colocated_teachers(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """DataError for a teacher beside the student whose tokens are not the student's."""
+def check_colocated_teachers(config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
+    """DataError for a teacher beside the student whose tokens are not the student's, and for a domain without one."""
     section = config.teacher
-    if objective_config(config.objective.name, config.objective.options).needs().teacher == "none":
+    needs = objective_config(config.objective.name, config.objective.options).needs()
+    if needs.teacher == "none" or section.where != "colocated":
         return
-    for source in (section, *section.by_domain.values()):
-        if source.path and section.where == "colocated":
-            student_vocab = read_shape(config.model.path).vocab
-            check_same_tokens(tokenizer, student_vocab, source.path, align=section.align_vocabulary)
+    sources: dict[str, TeacherSource] = {**section.by_domain, **({"": section} if section.path else {})}
+    _check_domains(sources, prompts)
+    student_vocab = read_shape(config.model.path).vocab
+    for source in sources.values():
+        check_same_tokens(tokenizer, student_vocab, source.path, align=section.align_vocabulary)
+
+
+def _check_domains(sources: Mapping[str, TeacherSource], prompts: Sequence[Prompt]) -> None:
+    missing = None if "" in sources else next((p for p in prompts if p.domain not in sources), None)
+    if missing is not None:
+        raise DataError(
+            f"prompt {missing.id}: teacher.by_domain has no teacher for its domain {missing.domain!r}; add one, or set "
+            "teacher.path for all others"
+        )
 
 
 @dataclass(frozen=True)
@@ -128,11 +139,7 @@ class ServedTeachers:
         self._sources: dict[str, TeacherSource] = {domain: source for domain, source in section.by_domain.items()}
         if section.path or section.servers.urls:
             self._sources[""] = section
-        elif missing := next((p for p in prompts if p.domain not in self._sources), None):
-            raise DataError(
-                f"prompt {missing.id}: teacher.by_domain has no teacher for its domain {missing.domain!r}; add one, or set "
-                "teacher.path for all others"
-            )
+        _check_domains(self._sources, prompts)
         teachers: dict[str, TeacherServers] = {}
         servers = config.rollout.servers
         first_gpu = servers.count * servers.tensor if servers.launch == "local" else 0
@@ -151,7 +158,8 @@ class ServedTeachers:
                 )
             )
             first_gpu += source.servers.count * source.servers.tensor if source.servers.launch == "local" else 0
-            teachers[domain] = TeacherServers(endpoints, shared, max_length, weights_digest(source.path))
+            head = read_shape(source.path).vocab
+            teachers[domain] = TeacherServers(endpoints, shared, max_length, weights_digest(source.path), head)
         self.engine = self._stack.enter_context(TeacherEngine(teachers, section, temperature=config.rollout.temperature))
 
     def _with_folder(self, source: TeacherSource) -> TeacherSource:

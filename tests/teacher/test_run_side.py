@@ -116,7 +116,7 @@ def test_case_20_the_same_size_with_another_tokenizer_is_refused(
         opened(config(*two, swapped), tmp_path)
     beside = config(*two, swapped, objective="gkd", where="colocated", signal="full")
     with pytest.raises(DataError, match="another tokenizer than the student"):
-        check_colocated_teachers(beside, load_tokenizer(STUDENT))
+        check_colocated_teachers(beside, load_tokenizer(STUDENT), [])
     assert not two[1].count("/generate")
 
 
