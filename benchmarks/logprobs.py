@@ -321,18 +321,19 @@ def table(shape: Shape, results: list[Result], rate: float) -> str:
     lines = [
         f"V = {shape.vocab}, T = {shape.tokens}, H = {shape.hidden}, TP = {shape.tp}, {shape.dtype}, {shape.device}",
         "",
-        f"| method | positions with a target | s | time / {base.method} | CPU s | peak MiB | memory / {base.method} | "
-        "of the matmul rate |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| method | positions with a target | s | time / {base.method} | CPU s | CPU / {base.method} | peak MiB | "
+        f"memory / {base.method} | of the matmul rate |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         if r.note:
-            lines.append(f"| {r.method} | | {r.note} | | | | | |")
+            lines.append(f"| {r.method} | | {r.note} | | | | | | |")
             continue
         flops = 2.0 * r.matmuls * shape.tokens * shape.hidden * (shape.vocab // shape.tp)
         done = flops * (r.kept if METHODS[r.method][2] else 1.0) / r.seconds / 1e12
         lines.append(
             f"| {r.method} | {r.kept:.0%} | {r.seconds:.2f} | {r.seconds / base.seconds:.3f} | {r.cpu_seconds:.2f} | "
+            f"{r.cpu_seconds / base.cpu_seconds:.3f} | "
             f"{r.peak_mib:.0f} | {r.peak_mib / base.peak_mib:.4f} | {done / rate:.0%} |"
         )
     return "\n".join(lines)
