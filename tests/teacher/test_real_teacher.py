@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from megatron_gvpo.config.schema import TeacherSection
+from megatron_gvpo.data.samples import Sample
 from megatron_gvpo.logprobs import FullTeacher, TopKTeacher, VocabShard, divergence
 from megatron_gvpo.rollout.errors import RequestRefused
 from megatron_gvpo.rollout.teacher import Text
 from megatron_gvpo.rollout.teacher_engine import TeacherEngine, TeacherServers
-from tests.servers import MAX_LENGTH, VOCAB, TestServer
+from tests.ranks import run_ranks
+from tests.servers import MAX_LENGTH, VOCAB, TestServer, TinyModels
 
 PARITY = 1e-4
 KINDS = ("tv", "jsd", "reverse_kl", "forward_kl")
@@ -123,3 +125,62 @@ def test_the_sampled_estimators_have_the_full_divergence_as_their_mean() -> None
         full = float(divergence(kind, student_V[None], FullTeacher(teacher_V[None]), shard))
         error = float(estimates_n.std() / len(estimates_n) ** 0.5)
         assert abs(float(estimates_n.mean()) - full) < 4 * error, kind
+
+
+def _samples() -> list[Sample]:
+    rows = [([3, 5 + i], [(11 * i + 7 * j) % VOCAB for j in range(3 + 5 * i)]) for i in range(6)]
+    return [Sample(f"g{i}", prompt, ids, [1] * len(ids)) for i, (prompt, ids) in enumerate(rows)]
+
+
+def _beside(rank: int, world: int, student: str, teacher: str) -> list[float]:
+    """Every sample's log-probs, one after another, by the colocated full signal in float32."""
+    from megatron_gvpo.config.schema import Config
+    from megatron_gvpo.data.microbatch import plan_micro_batches
+    from megatron_gvpo.mcore.startup import shutdown, start
+    from megatron_gvpo.train.build import build
+
+    config = Config.model_validate(
+        {
+            "model": {"path": student, "max_length": MAX_LENGTH},
+            "precision": {"params": "fp32"},
+            "objective": {"name": "gkd", "teacher": "full"},
+            "teacher": {"path": teacher, "where": "colocated", "signal": "full"},
+            "train": {"device": "cpu"},
+        }
+    )
+    ranks = start(config.parallel, config.train, config.precision)
+    built = build(config, ranks)
+    samples = _samples()
+    kept = list(range(len(samples)))
+    plan = plan_micro_batches([len(s) for s in samples], 1, max_samples=4)
+    share = built.engine.cut(samples, kept, plan)
+    assert built.teacher is not None
+    share, taught = built.teacher.add(samples, kept, share)
+    assert share.teachers is not None
+    order = sorted(range(len(share.tokens)), key=lambda t: (int(share.tokens.sequence_T[t]), int(share.tokens.position_T[t])))
+    found = [float(taught["teacher_logprobs"][t]) for t in order]
+    shutdown()
+    return found
+
+
+@pytest.mark.heavy
+def test_server_colocated_model_and_float64_forward_pass_agree(sglang_server: TestServer, tiny_models: TinyModels) -> None:
+    """The same teacher gives the same number at every sampled token, whichever way it is asked, to 1e-4 nats: an off-by-one, a
+    temperature, a padded vocabulary or a head cut wrongly would show. Does not cover bfloat16."""
+    from transformers import AutoModelForCausalLM
+
+    samples = _samples()
+    with engine_of(sglang_server) as engine:
+        scores = engine.submit("", [Text(s.group, s.prompt_ids, s.response_ids) for s in samples]).result(120)
+    served = [value for score in scores for value in score.logprobs]
+    paths = (str(tiny_models.second), str(tiny_models.first))
+    (beside,) = run_ranks(_beside, 1, *paths, init=False, timeout=120)
+    model = AutoModelForCausalLM.from_pretrained(tiny_models.first, dtype=torch.float64).eval()
+    exact: list[float] = []
+    for sample in samples:
+        ids = torch.tensor([sample.prompt_ids + sample.response_ids])
+        with torch.no_grad():
+            logp_TV = model(ids).logits[0, len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
+        exact += logp_TV.gather(1, torch.tensor(sample.response_ids)[:, None])[:, 0].tolist()
+    assert served == pytest.approx(exact, abs=PARITY)
+    assert beside == pytest.approx(exact, abs=PARITY)
