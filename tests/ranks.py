@@ -114,7 +114,7 @@ def _child(
         if dist.is_initialized():
             dist.barrier()  # a rank that leaves early breaks the sockets its peers still read from
             dist.destroy_process_group()
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever ended the rank is published for the parent
         _publish(Path(folder) / f"{rank}.error", traceback.format_exc().encode())
         os._exit(1)  # not sys.exit: it would wait for gloo's threads, and they for the peers
     os._exit(0)
