@@ -23,7 +23,7 @@ from megatron_gvpo.objectives.base import Comm
 EvidenceScale = Literal["paper", "batch", "snr"]
 
 # Dimensions on which a group's median is taken: exact up to this many, a seeded sample of them beyond.
-MEDIAN_DIMENSIONS = 1 << 15
+MEDIAN_DIMENSIONS = 1 << 13
 
 
 @dataclass(frozen=True)

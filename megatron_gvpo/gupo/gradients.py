@@ -52,6 +52,17 @@ class Moments:
     variance_RH: Tensor
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Tokens `at` of one group. place_C1, here_C: where their targets lie among the rows that are worked on, if there are any."""
+
+    at: slice
+    hidden_CH: Tensor
+    targets_C: Tensor
+    place_C1: Tensor | None
+    here_C: Tensor | None
+
+
 class GroupGradients:
     """g_b^(m) = sum over the group's tokens of coefficient_t (onehot - softmax(z_t^(m))) h_t^T, for blocks of rows.
 
@@ -88,8 +99,9 @@ class GroupGradients:
             torch.empty(len(rows), head.hidden_size, dtype=head.dtype, device=head.device) for _ in range(4)
         )
         for span in self._tokens.groups:
+            pieces = self._pieces(span, rows)
             for m, weight_RH in enumerate(weights):
-                self._gradient_into(gradient if m else first, span, m, weight_RH, bias_R, rows, scratch_CR)
+                self._gradient_into(gradient if m else first, pieces, m, weight_RH, bias_R, scratch_CR)
                 if m == 0:
                     total.zero_()
                     squares.zero_()
@@ -103,24 +115,39 @@ class GroupGradients:
             first.add_(total, alpha=1.0 / count)
             yield Moments(span, first, squares)
 
-    def _gradient_into(
-        self, out_RH: Tensor, span: GroupSpan, m: int, weight_RH: Tensor, bias_R: Tensor | None, rows: RowSet, scratch_CR: Tensor
-    ) -> None:
-        head = self._head
-        held = self._coefficients_MT.shape[0] == 1
-        fresh = True
+    def _pieces(self, span: GroupSpan, rows: RowSet) -> list[_Piece]:
+        """A group's tokens by chunks, on the layer's device: made once for all samples."""
+        pieces = []
         for a, b in spans(span.stop - span.start, self._chunk):
             at = slice(span.start + a, span.start + b)
-            hidden_CH, targets_C = self._tokens.chunk(at.start, at.stop, head.device)
-            coefficient_C = self._coefficients_MT[0 if held else m, at]
-            z_CR = head.logits_into(scratch_CR[: b - a], hidden_CH, weight_RH, bias_R)
-            if self._normalisers_MT is None:
-                normaliser_C, _ = normalise(z_CR, targets_C, head.shard)
-            else:
-                normaliser_C = self._normalisers_MT[m, at]
-            d_CR = z_CR.sub_(normaliser_C[:, None]).exp_().mul_(-coefficient_C[:, None])
+            hidden_CH, targets_C = self._tokens.chunk(at.start, at.stop, self._head.device)
+            place_C1 = here_C = None
             if len(rows):
-                place_C, here_C = rows.locate(*head.shard.local(targets_C))
-                d_CR.scatter_add_(1, place_C[:, None], (coefficient_C * here_C)[:, None])
-            add_weight_gradient_(out_RH, operand(d_CR, weight_RH), hidden_CH, fresh)
+                place_C, here_C = rows.locate(*self._head.shard.local(targets_C))
+                place_C1 = place_C[:, None]
+            pieces.append(_Piece(at, hidden_CH, targets_C, place_C1, here_C))
+        return pieces
+
+    def _gradient_into(
+        self,
+        out_RH: Tensor,
+        pieces: list[_Piece],
+        m: int,
+        weight_RH: Tensor,
+        bias_R: Tensor | None,
+        scratch_CR: Tensor,
+    ) -> None:
+        head, fresh = self._head, True
+        coefficients_T = self._coefficients_MT[0 if self._coefficients_MT.shape[0] == 1 else m]
+        for piece in pieces:
+            coefficient_C = coefficients_T[piece.at]
+            z_CR = head.logits_into(scratch_CR[: piece.targets_C.numel()], piece.hidden_CH, weight_RH, bias_R)
+            if self._normalisers_MT is None:
+                normaliser_C, _ = normalise(z_CR, piece.targets_C, head.shard)
+            else:
+                normaliser_C = self._normalisers_MT[m, piece.at]
+            d_CR = z_CR.sub_(normaliser_C[:, None]).exp_().mul_(-coefficient_C[:, None])
+            if piece.place_C1 is not None and piece.here_C is not None:
+                d_CR.scatter_add_(1, piece.place_C1, (coefficient_C * piece.here_C)[:, None])
+            add_weight_gradient_(out_RH, operand(d_CR, weight_RH), piece.hidden_CH, fresh)
             fresh = False
