@@ -102,10 +102,19 @@ def sbatch(
 
 
 @app.command()
-def doctor(json: Json = False) -> int:
+def doctor(
+    json: Json = False,
+    bandwidth: Annotated[bool, typer.Option("--bandwidth", help="run by every rank of a job: how fast its links are")] = False,
+) -> int:
     """Say what this machine has, what is missing, and what that costs."""
+    from megatron_gvpo.launch.bandwidth import bandwidth_text, measure
     from megatron_gvpo.launch.doctor import doctor_text, examine
 
+    if bandwidth:
+        found = measure()
+        if found is not None:
+            print_json(found) if json else print(bandwidth_text(found))
+        return EXIT_FAILED if found and found["slow"] else 0
     report = examine()
     if json:
         print_json(report)

@@ -24,8 +24,12 @@ def problems(facts: Facts) -> Iterator[Problem]:
 
 
 def _servers(servers: ServersSection, key: str) -> Iterator[Problem]:
-    if servers.launch == "none" and not servers.urls:
+    if servers.launch == "none" and not servers.urls and not servers.registry:
         yield wrong("launch: none needs the servers' urls", f"{key}.urls", f"{key}.launch")
+    if servers.registry and (servers.urls or servers.launch == "local"):
+        yield wrong("servers that register themselves are used with launch: none and no urls", f"{key}.registry")
+    if servers.registry and not servers.nodes:
+        yield wrong("how many machines register their servers?", f"{key}.nodes", f"{key}.registry")
     if servers.launch == "local" and servers.urls:
         yield wrong(
             "servers that run already are used with launch: none; this run starts its own", f"{key}.launch", f"{key}.urls"

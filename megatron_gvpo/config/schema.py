@@ -95,6 +95,8 @@ class ServersSection(Section):
     launch: Literal["local", "none"] = Field(default="local", description="`local`: this run starts and stops them")
     count: int = Field(default=1, ge=1, description="servers to start")
     urls: list[str] = Field(default_factory=list, description="servers that run already (with launch: none)")
+    nodes: int = Field(default=0, ge=0, description="machines of the SLURM job that serve `count` each; 0: those of the trainer")
+    registry: str = Field(default="", description="folder where those servers write their addresses (`serve --register`)")
     python: str = Field(default="", description="python of the server's environment; .venv-sglang beside the project when empty")
     device: Literal["cpu", "cuda"] = Field(default="cpu", description="device of the started servers")
     dtype: Literal["float32", "bfloat16", "auto"] = Field(default="float32", description="dtype of the started servers")
@@ -232,6 +234,10 @@ class LaunchSection(Section):
     sbatch: list[str] = Field(default_factory=list, description="further options of sbatch, such as --qos=high")
     srun: list[str] = Field(default_factory=list, description="further options of every srun, such as --container-mounts=/data")
     setup: list[str] = Field(default_factory=list, description="shell lines before the run, such as activating an environment")
+    array: str = Field(default="", description="seeds as a job array, such as 0-3%2: train.seed is the task's number")
+    heterogeneous: bool = Field(default=False, description="servers' nodes as components of their own of the job")
+    health: list[str] = Field(default_factory=list, description="shell lines that a node has to pass before the run starts")
+    spare_nodes: int = Field(default=0, ge=0, description="further nodes, for those that do not pass `health`")
     grace_s: int = Field(default=300, ge=60, description="seconds before the time limit at which the run is told to save")
 
 

@@ -18,6 +18,8 @@ from megatron_gvpo.rollout.server import server_python
 
 MEGATRON_RANGE = ((0, 16, 1), (0, 20, 0))
 SGLANG_FROM = (0, 5, 9)
+# From which version of Transformer Engine Megatron-Core 0.16 takes each recipe.
+FP8_SINCE = {"delayed": (1, 0), "mxfp8": (2, 1), "tensorwise": (2, 2), "blockwise": (2, 3)}
 _PROBE_LIMIT_S = 180.0
 
 Status = Literal["ok", "missing", "broken"]
@@ -42,6 +44,7 @@ def examine() -> dict[str, Any]:
         Finding("python", "ok", platform.python_version(), sys.executable, needed=True),
         _torch(facts["torch"]),
         _gpus(facts["torch"]),
+        _nccl(facts["torch"]),
         _megatron(facts["megatron.core"]),
         _package(facts["mbridge"], "mbridge", "Hugging Face weights cannot be read", needed=True),
         _package(facts["transformers"], "transformers", "tokenizers cannot be read", needed=True),
@@ -118,7 +121,15 @@ def _gpus(facts: dict[str, Any]) -> Finding:
     if not gpus:
         return Finding("gpu", "missing", cost="train.device: cuda is not possible here; the CPU device mode is")
     names = sorted({f"{gpu['name']} {gpu['memory_gib']} GiB" for gpu in gpus})
-    return Finding("gpu", "ok", f"{len(gpus)}", f"{', '.join(names)}; NCCL {facts.get('nccl', '?')}")
+    return Finding("gpu", "ok", f"{len(gpus)}", ", ".join(names))
+
+
+def _nccl(facts: dict[str, Any]) -> Finding:
+    """NCCL comes inside torch's CUDA builds; whether it is fast shows only with the job's ranks."""
+    cost = "ranks on GPUs cannot talk; the CPU device mode uses gloo"
+    if not facts.get("nccl"):
+        return Finding("nccl", "missing", cost=cost)
+    return Finding("nccl", "ok", facts["nccl"], "its speed: srun ... megatron-gvpo doctor --bandwidth")
 
 
 def _megatron(facts: dict[str, Any]) -> Finding:
@@ -131,8 +142,16 @@ def _megatron(facts: dict[str, Any]) -> Finding:
 
 
 def _transformer_engine(facts: dict[str, Any]) -> Finding:
-    cost = "no FP8, and no GPU layers; the plain-torch layers of the CPU device mode need none"
-    return _package(facts, "transformer-engine", cost)
+    finding = _package(facts, "transformer-engine", "no FP8, and no GPU layers; the plain-torch layers take their place, slower")
+    if finding.status != "ok":
+        return finding
+    numbers = version_numbers(finding.version)
+    if not numbers:
+        return finding
+    able = [recipe for recipe, since in FP8_SINCE.items() if numbers >= since]
+    unable = [recipe for recipe in FP8_SINCE if recipe not in able]
+    detail = f"precision.fp8: {', '.join(able)}" + (f"; too old for {', '.join(unable)}" if unable else "")
+    return Finding("transformer-engine", "ok", finding.version, detail)
 
 
 def _apex(facts: dict[str, Any]) -> Finding:

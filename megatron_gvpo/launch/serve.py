@@ -12,16 +12,22 @@ from types import FrameType
 from typing import Literal
 
 from megatron_gvpo.config import Config, ConfigError
+from megatron_gvpo.rollout.endpoint import Endpoint
 from megatron_gvpo.rollout.errors import ServerError
-from megatron_gvpo.rollout.server import Endpoint, LocalServer
+from megatron_gvpo.rollout.server import LOOPBACK, LocalServer
 
 _LOOK_EVERY_S = 0.5
 
 
 def serve(
-    config: Config, role: Literal["student", "teacher"], log_dir: str | Path, announce: Callable[[Sequence[Endpoint], str], None]
+    config: Config,
+    role: Literal["student", "teacher"],
+    log_dir: str | Path,
+    announce: Callable[[Sequence[Endpoint], str], None],
+    host: str = LOOPBACK,
 ) -> None:
-    """Start the role's servers, call `announce(endpoints, key)` when all answer, and return on SIGTERM or SIGINT.
+    """Start the role's servers at the address `host` of this machine, call `announce(endpoints, key)` when all answer, and return
+    on SIGTERM or SIGINT.
 
     All share one key, the configured one or a fresh one, because a config that uses them by `urls` names one. Raises ConfigError
     for a role that the config gives no model, ServerError (naming the log) when a server does not start or dies.
@@ -49,6 +55,7 @@ def serve(
                     name=f"{role}{index}",
                     seed=config.train.seed + index,
                     first_gpu=index * servers.tensor,
+                    host=host,
                 )
                 stack.callback(server.stop)
                 server.start()

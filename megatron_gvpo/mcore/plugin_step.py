@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,14 +18,14 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_gvpo.config.needs import Needs
-from megatron_gvpo.data.samples import TOKEN_SIGNALS, Sample
+from megatron_gvpo.data.samples import Sample
 from megatron_gvpo.mcore.batches import Layout, RankBatch, rank_batch
 from megatron_gvpo.mcore.comm import RankComm
 from megatron_gvpo.mcore.forward import logprob_forward_step
 from megatron_gvpo.mcore.gradient_scale import GradientScale, gradient_scale
 from megatron_gvpo.mcore.passes import Passes
 from megatron_gvpo.mcore.plugin import ObjectiveForwardStep, device_of
+from megatron_gvpo.mcore.plugin_checks import agree, check_samples, trouble_of
 from megatron_gvpo.mcore.startup import Ranks, current_ranks
 from megatron_gvpo.objectives.base import Prepared
 from megatron_gvpo.objectives.batch import Batch, Dropped, SequenceTable, kept_samples
@@ -134,12 +132,12 @@ def prepare_step(
     chunks = list(model) if isinstance(model, (list, tuple)) else [model]
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError("Megatron-Core's process groups do not exist yet: call parallel_state.initialize_model_parallel() first")
-    _agree(_trouble(forward_step, chunks, micro_batches), micro_batches)
+    agree(trouble_of(forward_step, chunks, micro_batches), micro_batches)
     config = get_model_config(chunks[-1])
     ranks = current_ranks(device_of(chunks[-1]), 0, len(chunks) if len(chunks) > 1 else None)
     passes = Passes(ranks, forward_step.head(chunks[-1]), _layout(config, ranks))
     samples, plan = _gather(micro_batches, ranks)
-    _check_samples(samples, forward_step.objective.needs, forward_step.vocab_size, forward_step.objective.name)
+    check_samples(samples, forward_step.objective.needs, forward_step.vocab_size, forward_step.objective.name)
 
     kept, dropped = kept_samples(samples, forward_step.objective.needs.min_group_size)
     row_of = {index: row for row, index in enumerate(kept)}
@@ -149,54 +147,6 @@ def prepare_step(
         _remember_old([s for micro in micro_batches for s in micro], signals["old_logprobs"], share, ranks, plan, row_of)
     batch, share = passes.batch_of(samples, kept, share, signals)
     return PreparedStep(forward_step, passes, chunks, share, batch, forward_step.objective.prepare(batch, passes.comm), dropped)
-
-
-def _trouble(forward_step: ObjectiveForwardStep, chunks: Chunks, micro_batches: Sequence[Sequence[Sample]]) -> str:
-    """What is wrong with this rank's arguments, if anything is: only the last pipeline stage sees the output layer."""
-    if any(isinstance(micro, Sample) for micro in micro_batches):
-        return "micro_batches holds samples; it has to hold lists of samples, one list a micro-batch"
-    try:
-        for chunk in chunks:
-            forward_step.head(chunk)
-            forward_step.check_config(get_model_config(chunk))
-        data_context = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        gradient_scale(chunks[-1], get_model_config(chunks[-1]), 1, data_context, forward_step.gradient_reduction)
-    except (TypeError, ValueError) as error:
-        return str(error)
-    return ""
-
-
-def _agree(trouble: str, micro_batches: Sequence[Sequence[Sample]]) -> None:
-    """One rank's trouble becomes everybody's, and ranks that share their samples must have the same ones.
-
-    A rank that stopped alone would leave the others waiting in a collective.
-    """
-    data_rank = parallel_state.get_data_parallel_rank()
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, (trouble, data_rank, "" if trouble else _digest(micro_batches)))
-    for rank, (words, _, _) in enumerate(said):
-        if words:
-            raise ValueError(f"rank {rank}: {words}")
-    first: dict[int, tuple[int, str]] = {}
-    for rank, (_, data, digest) in enumerate(said):
-        at, expected = first.setdefault(data, (rank, digest))
-        if digest != expected:
-            raise ValueError(
-                f"ranks {at} and {rank} work on the same samples (data-parallel rank {data}), but were given different ones: "
-                "prepare_step wants the same micro-batches on all tensor-, pipeline- and context-parallel ranks"
-            )
-
-
-def _digest(micro_batches: Sequence[Sequence[Sample]]) -> str:
-    found = hashlib.sha256()
-    for number, micro in enumerate(micro_batches):
-        for s in micro:
-            found.update(repr((number, s.group, s.reward, s.teacher_logprob)).encode())
-            for ids in (s.prompt_ids, s.response_ids, s.mask):
-                found.update(array("q", ids))
-            for name in TOKEN_SIGNALS:
-                found.update(array("d", getattr(s, name) or ()))
-    return found.hexdigest()
 
 
 def _gather(micro_batches: Sequence[Sequence[Sample]], ranks: Ranks) -> tuple[list[Sample], list[list[int]]]:
@@ -216,35 +166,6 @@ def _gather(micro_batches: Sequence[Sequence[Sample]], ranks: Ranks) -> tuple[li
     if ranks.virtual_pipeline:
         most = -(-most // ranks.pipeline.size) * ranks.pipeline.size
     return samples, plan + [[] for _ in range(most - len(plan))]
-
-
-def _check_samples(samples: Sequence[Sample], needs: Needs, vocab_size: int, name: str) -> None:
-    """ValueError, one line, for the first sample that lacks what the objective needs or holds ids the model does not know."""
-    signals = [
-        ("rollout_logprobs", needs.rollout),
-        ("ref_logprobs", needs.reference),
-        ("teacher_logprobs", needs.teacher == "sampled"),
-    ]
-    for index, sample in enumerate(samples):
-        where = f"sample {index} (group {sample.group!r})"
-        largest = max([-1, *sample.prompt_ids, *sample.response_ids])
-        if largest >= vocab_size or min([0, *sample.prompt_ids, *sample.response_ids]) < 0:
-            raise ValueError(f"{where} holds a token id outside 0 to {vocab_size - 1}: is it of another tokenizer?")
-        if not sample.prompt_ids:
-            raise ValueError(f"{where} has an empty prompt: nothing predicts its first token")
-        if needs.rewards and (sample.reward is None or not math.isfinite(sample.reward)):
-            raise ValueError(f"{where} has the reward {sample.reward}, and objective {name!r} needs a number")
-        if needs.teacher == "sequence" and sample.teacher_logprob is None and sample.teacher_logprobs is None:
-            raise ValueError(f"{where} has no teacher_logprob, and objective {name!r} needs one")
-        if len(sample.mask) != len(sample.response_ids):
-            raise ValueError(f"{where} has {len(sample.mask)} mask values for {len(sample.response_ids)} response tokens")
-        for signal in TOKEN_SIGNALS:
-            values = getattr(sample, signal)
-            if values is not None and len(values) != len(sample.response_ids):
-                raise ValueError(f"{where} has {len(values)} {signal} for {len(sample.response_ids)} response tokens")
-        for signal, needed in signals:
-            if needed and getattr(sample, signal) is None:
-                raise ValueError(f"{where} has no {signal}, and objective {name!r} needs them")
 
 
 def _policy_signals(

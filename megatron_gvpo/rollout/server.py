@@ -14,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
@@ -22,27 +21,18 @@ import httpx
 
 from megatron_gvpo.config.schema import ServersSection
 from megatron_gvpo.rollout import guardian
+from megatron_gvpo.rollout.endpoint import Endpoint
 from megatron_gvpo.rollout.errors import StartError
+from megatron_gvpo.rollout.registry import registered_servers
 from megatron_gvpo.rollout.sglang_command import plan_server
 
+LOOPBACK = "127.0.0.1"
 _PORT_TRIES = 5
 _PORT_TAKEN = ("address already in use", "EADDRINUSE", "Port is already in use")
 _LOG_LINES_IN_ERROR = 12
 # SIGTERM first, so that a GPU server gives its memory back in order; a CPU server has nothing to save, and its own
 # shutdown takes up to 5 s to notice the signal.
 _GRACE_S = {"cpu": 0.0, "cuda": 20.0}
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where a server answers. `name` is what errors call it."""
-
-    url: str
-    api_key: str = ""
-    name: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.url})" if self.name else self.url
 
 
 def server_python(servers: ServersSection) -> str:
@@ -66,7 +56,8 @@ def server_python(servers: ServersSection) -> str:
 
 
 class LocalServer:
-    """One SGLang server on loopback, with a random key, a free port and its log in `run_dir`.
+    """One SGLang server on loopback (or at another address of this machine, `host`), with a random key, a free port and its log
+    in `run_dir`.
 
     `start()` launches and returns at once, `wait_ready()` waits until it has generated a token; as a context manager it does
     both, and stops the server on the way out. Its processes end with this one, even when this one is killed (see `guardian`).
@@ -85,6 +76,7 @@ class LocalServer:
         name: str = "server0",
         seed: int = 0,
         first_gpu: int = 0,
+        host: str = LOOPBACK,
     ) -> None:
         self.model_path = Path(model_path).resolve()
         self.servers = servers
@@ -93,6 +85,7 @@ class LocalServer:
         self.api_key = servers.api_key or secrets.token_hex(24)  # never starts with a dash, which would pass for an option
         self._max_length = max_length
         self._seed = seed
+        self._host = host
         self._first_gpu = first_gpu
         self._port = 0
         self._guardian: subprocess.Popen[bytes] | None = None
@@ -101,7 +94,7 @@ class LocalServer:
 
     @property
     def endpoint(self) -> Endpoint:
-        return Endpoint(f"http://127.0.0.1:{self._port}", self.api_key, self.name)
+        return Endpoint(f"http://{self._host}:{self._port}", self.api_key, self.name)
 
     @property
     def pid(self) -> int:
@@ -115,10 +108,11 @@ class LocalServer:
         if not (self.model_path / "config.json").is_file():
             raise StartError(self.name, f"no config.json in {self.model_path}: not a Hugging Face model folder")
         python = server_python(self.servers)
-        self._port = _free_port()
+        self._port = _free_port(self._host)
         plan = plan_server(
             self.model_path,
             self.servers,
+            host=self._host,
             port=self._port,
             api_key=self.api_key,
             max_length=self._max_length,
@@ -244,7 +238,11 @@ def running_servers(
     seed: int = 0,
     first_gpu: int = 0,
 ) -> Iterator[Sequence[Endpoint]]:
-    """The servers that a config section asks for: started here side by side (`launch: local`), or running ones (`urls`)."""
+    """The servers that a config section asks for: started here side by side (`launch: local`), or running ones (`urls`, or those
+    that write their addresses to `registry`)."""
+    if servers.launch == "none" and servers.registry:
+        yield registered_servers(servers, name)
+        return
     if servers.launch == "none":
         yield [Endpoint(url.rstrip("/"), servers.api_key, f"{name}{i}") for i, url in enumerate(servers.urls)]
         return
@@ -269,10 +267,10 @@ def running_servers(
         yield [server.endpoint for server in started]
 
 
-def _free_port() -> int:
-    """A loopback port that is free now; `wait_ready` tries others when somebody takes it first."""
+def _free_port(host: str) -> int:
+    """A port that is free now; `wait_ready` tries others when somebody takes it first."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 

@@ -33,13 +33,21 @@ class ServerPlan:
 
 
 def plan_server(
-    model_path: Path, servers: ServersSection, *, port: int, api_key: str, max_length: int, seed: int, first_gpu: int
+    model_path: Path,
+    servers: ServersSection,
+    *,
+    host: str,
+    port: int,
+    api_key: str,
+    max_length: int,
+    seed: int,
+    first_gpu: int,
 ) -> ServerPlan:
-    """The plan of one server on loopback. `max_length`: tokens of prompt and response together."""
+    """The plan of one server at an address of this machine. `max_length`: tokens of prompt and response together."""
     context = max_length + _SPARE_POSITIONS
     flags: dict[str, object] = {
         "model-path": model_path,
-        "host": "127.0.0.1",
+        "host": host,
         "port": port,
         "device": servers.device,
         "dtype": servers.dtype,

@@ -25,10 +25,13 @@ _BLOCKS = 64
 def weights_digest(folder: str | Path) -> str:
     """A digest of a Hugging Face folder's weights: config.json, and of every safetensors file its size and 64 KiB at 64 places.
 
-    Not of every byte: that would read a 140 GB teacher at each start. Training changes every block of a weight file.
+    Not of every byte: that would read a 140 GB teacher at each start. Training changes every block of a weight file. '' for a
+    folder without weights.
     """
     digest = hashlib.sha256()
     folder = Path(folder)
+    if not any(folder.glob("*.safetensors")):
+        return ""
     config = folder / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -24,6 +26,8 @@ from megatron_gvpo.train.teacher_tokens import Translator, check_same_tokens, di
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger(__name__)
 
 # A text may take more tokens in another tokenizer; twice as many is room for any two that are in use.
 _LONGER_TEXTS = 2
@@ -152,14 +156,17 @@ class ServedTeachers:
                     source.servers,
                     run_dir=run_dir / "servers",
                     max_length=max_length,
-                    name=f"teacher{'_' * bool(domain)}{domain}",
+                    name=re.sub(r"\W", "_", f"teacher_{domain}" if domain else "teacher"),
                     seed=config.train.seed,
                     first_gpu=first_gpu,
                 )
             )
             first_gpu += source.servers.count * source.servers.tensor if source.servers.launch == "local" else 0
             head = read_shape(source.path).vocab
-            teachers[domain] = TeacherServers(endpoints, shared, max_length, weights_digest(source.path), head)
+            weights = weights_digest(source.path) if section.cache else ""
+            if section.cache and not weights:
+                log.warning("teacher.cache is not used: %s holds no weights to tell one teacher from another by", source.path)
+            teachers[domain] = TeacherServers(endpoints, shared, max_length, weights, head)
         self.engine = self._stack.enter_context(TeacherEngine(teachers, section, temperature=config.rollout.temperature))
 
     def _with_folder(self, source: TeacherSource) -> TeacherSource:

@@ -141,7 +141,7 @@ def test_running_servers_by_url_are_taken_as_they_are(tmp_path: Path) -> None:
 def test_flags_for_a_cpu_and_for_gpus(home: Path) -> None:
     """The same server in two device modes. On GPUs SGLang keeps its own defaults for kernels, graphs and memory, and servers on
     one machine take GPUs side by side. Does not start one on a GPU."""
-    rest = {"port": 1, "api_key": "secret", "max_length": 64, "seed": 0}
+    rest = {"host": "127.0.0.1", "port": 1, "api_key": "secret", "max_length": 64, "seed": 0}
     cpu = plan_server(home, ServersSection(args=["--log-level", "debug"]), first_gpu=0, **rest)
     assert "PYTHONPATH" in cpu.environment
     assert {"--sleep-on-idle", "--skip-tokenizer-init"} <= set(cpu.flags)

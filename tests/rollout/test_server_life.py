@@ -61,6 +61,7 @@ def generate_and(engine: RolloutEngine, what: Callable[[], None], count: int = 8
 
 
 @pytest.mark.heavy
+@pytest.mark.timeout(600)  # two real starts, on a machine that may be busy with other things
 def test_servers_that_hang_or_die_are_named_within_the_limits_and_nothing_outlives_a_killed_run(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:

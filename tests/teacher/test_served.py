@@ -12,6 +12,7 @@ import pytest
 from megatron_gvpo.config.schema import ServersSection, TeacherSection
 from megatron_gvpo.rollout.errors import BadAnswer, RequestRefused, RolloutError, ServerError
 from megatron_gvpo.rollout.teacher import Text
+from megatron_gvpo.rollout.teacher_cache import weights_digest
 from megatron_gvpo.rollout.teacher_engine import TeacherEngine, TeacherServers
 from megatron_gvpo.rollout.teacher_wire import Scored
 from tests.rollout.fake_server import Behaviour, FakeServer, broken, fake_servers, hang, status
@@ -180,3 +181,16 @@ def test_a_response_that_fills_the_context_is_scored(three: Sequence[FakeServer]
         assert len(score.logprobs) == 40
         with pytest.raises(RolloutError, match="the prompt has 51 tokens, the context takes at most 50"):
             engine.submit("", [Text("too long", [5] * 10, [6] * 41)]).result()
+
+
+def test_other_weights_have_another_digest(tmp_path: Path) -> None:
+    """Two teachers of one shape and size must not share scores; a folder without weights names no teacher at all."""
+    for name, fill in (("one", b"\x01"), ("two", b"\x02")):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        assert weights_digest(folder) == ""
+        (folder / "model.safetensors").write_bytes(fill * 1_000_000)
+    assert weights_digest(tmp_path / "one") != weights_digest(tmp_path / "two")
+    (tmp_path / "two" / "model.safetensors").write_bytes(b"\x01" * 1_000_000)
+    assert weights_digest(tmp_path / "one") == weights_digest(tmp_path / "two")
