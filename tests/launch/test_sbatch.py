@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_gvpo.config import load_config
+from megatron_gvpo.config import ConfigError, load_config
 from megatron_gvpo.launch.sbatch import render_sbatch
 from tests.config.conftest import Run
 
@@ -34,6 +34,40 @@ def test_bash_can_read_it(run: Run) -> None:
     assert """env NCCL_DEBUG=WARN 'ODD=a b'"'"'c$d' megatron-gvpo train yaml_configs/x.yaml --set objective.beta=0.2""" in text
 
 
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"launch": {"spare_nodes": 1}}, "launch.health"),
+        ({"launch": {"heterogeneous": True}}, "rollout.servers.nodes"),
+        ({"launch": {"array": "0-3"}, "log": {"dir": "runs/x"}}, "{seed}"),
+    ],
+)
+def test_what_cannot_be_a_job_is_refused(run: Run, changes: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        script(run, **changes)
+    (line,) = caught.value.lines
+    assert part in line
+
+
+def test_servers_of_their_own_nodes(run: Run) -> None:
+    """Why: the trainer must neither start servers nor look for them elsewhere, and each kind of node comes once."""
+    changes: dict[str, Any] = {"rollout": {"servers": {"nodes": 2}}, "parallel": {"nodes": 3}}
+    text = script(run, **changes)
+    assert "#SBATCH --nodes=5\n" in text
+    assert 'trainers=("${nodes[@]:0:3}")\nstudents=("${nodes[@]:3:2}")\n' in text
+    assert 'more+=(--set rollout.servers.launch=none --set "rollout.servers.registry=$registry/student")' in text
+    parts = script(run, launch={"heterogeneous": True}, **changes).partition("#SBATCH hetjob\n")
+    assert ("#SBATCH --nodes=3\n" in parts[0], "#SBATCH --nodes=2\n" in parts[2]) == (True, True)
+    assert ("srun --het-group=0 " in parts[2], "srun --het-group=1 " in parts[2]) == (True, True)
+    assert "teacher" not in text
+
+
+def test_an_array_is_one_seed_a_task(run: Run) -> None:
+    text = script(run, launch={"array": "0-3%2"}, log={"dir": "runs/x_{seed}"})
+    assert ("#SBATCH --array=0-3%2\n" in text, "#SBATCH --output=%x-%A_%a.log\n" in text) == (True, True)
+    assert 'more+=(--set "train.seed=${SLURM_ARRAY_TASK_ID' in text
+
+
 def test_ranks_signals_and_options(run: Run) -> None:
     launch = {"partition": "gpu", "time": "04:00:00", "sbatch": ["--qos=high"], "grace_s": 600}
     text = script(run, launch=launch, parallel={"nodes": 2, "gpus_per_node": 4}, train={"device": "cuda"})
@@ -54,6 +88,7 @@ def _play(run: Run, code: int, state: str, restarts: int) -> tuple[int, str]:
     job = f'[ "$1 $2" = "show job" ] && echo "   JobState={state} Reason=None"\n'
     stand_ins = {
         "srun": f"exit {code}",
+        "squeue": "true",
         "scontrol": f'[ "$1 $2" = "show hostnames" ] && echo n1\n{node}{job}true',
     }
     for name, body in stand_ins.items():
@@ -68,7 +103,9 @@ def _play(run: Run, code: int, state: str, restarts: int) -> tuple[int, str]:
         "SLURM_RESTART_COUNT": str(restarts),
     }
     done = subprocess.run(["bash"], input=script(run), text=True, env=environment, capture_output=True, timeout=20, check=False)
-    assert done.stderr == ""
+    # A failure is named, with where to look; a run that is done or was saved has nothing to complain of.
+    failed = code not in (0, 85)
+    assert done.stderr == (f"error: the trainer ended with exit code {code}; its logs are in logs/run-7\n" if failed else "")
     return done.returncode, calls.read_text()
 
 
@@ -86,6 +123,7 @@ def test_the_address_is_the_first_nodes_and_a_restart_resumes(run: Run) -> None:
     _, calls = _play(run, 0, "RUNNING", 0)
     (srun,) = [line for line in calls.splitlines() if line.startswith("srun")]
     assert srun.endswith("train yaml_configs/x.yaml; address 10.0.0.1")
+    assert "--nodelist=n1 " in srun
     _, calls = _play(run, 0, "RUNNING", 1)
     assert "train yaml_configs/x.yaml --resume; address 10.0.0.1" in calls
 
