@@ -56,7 +56,7 @@ test: env
 	$(VENV)/bin/python -m pytest -m "not heavy"
 
 test-heavy: env
-	$(VENV)/bin/python -m pytest -m heavy
+	$(VENV)/bin/python -m pytest -m heavy $(HEAVY)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

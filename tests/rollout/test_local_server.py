@@ -98,8 +98,8 @@ def test_a_server_that_is_not_ready_in_time_is_an_error_and_is_stopped(home: Pat
 def test_a_port_that_somebody_took_first_is_replaced(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between looking for a free port and binding it another process may take it; also when that is a server with another key."""
     with local(home) as first:
-        ports = iter([first._port, first._port, server_module._free_port()])
-        monkeypatch.setattr(server_module, "_free_port", lambda: next(ports))
+        ports = iter([first._port, first._port, server_module._free_port("127.0.0.1")])
+        monkeypatch.setattr(server_module, "_free_port", lambda host: next(ports))
         with local(home) as second:
             assert second._port != first._port
             assert next(ports, None) is None
