@@ -5,6 +5,8 @@ Goes over a gloo group of its own, whose limit allows for the longest rollout; t
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -17,6 +19,9 @@ from megatron_gvpo.config.schema import Config
 from megatron_gvpo.train.signals import StopNow, StopRequest
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+_MOMENT_S = 2.0
 
 
 class ControllerError(RuntimeError):
@@ -68,10 +73,21 @@ class Exchange:
             self._send(None, None, str(request))
             raise
         except Exception as error:
+            if interruptible and self._asked_to_leave():
+                log.warning("left because of %s, which may be why this failed: %s", self.stop.name, error)
+                self._send(None, None, self.stop.name)
+                raise StopNow(self.stop.name) from error
             self._send(None, f"{type(error).__name__}: {error}", None)
             raise
         self._send(value, None, None)
         return value
+
+    def _asked_to_leave(self) -> bool:
+        """Whether a request has come, or comes in a moment: whoever stops a job tells its servers at the same time."""
+        deadline = time.monotonic() + _MOMENT_S
+        while not self.stop.came and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return self.stop.came
 
     def local(self, produce: Callable[[], T], *, interruptible: bool = False) -> T | None:
         """`produce()` on rank 0, None elsewhere; where it raises, every rank stops (see `from_controller`)."""

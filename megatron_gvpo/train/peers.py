@@ -34,7 +34,12 @@ _BEAT_S = 5.0
 _GRACE_S = 10.0
 _OWN_GRACE_S = 60.0
 _STORE_S = 30.0
+_BLAME_S = 3.0
 _STOP, _FAILED = "stop", "failed"
+
+
+class PeerError(RuntimeError):
+    """Another rank is gone, and this one cannot go on."""
 
 
 class Peers:
@@ -52,6 +57,7 @@ class Peers:
         self._deadline = (started or time.monotonic()) + deadline_s if deadline_s and self.rank == 0 else float("inf")
         self._store = _own_store() if self.world > 1 else None
         self._told = False
+        self._verdict = ""
         self._beats = 0
         self._next_beat = 0.0
         self._heard: dict[int, tuple[bytes, float]] = {}
@@ -73,6 +79,17 @@ class Peers:
             self._store.compare_set(_FAILED, "", f"rank {self.rank} failed: {why}")
         except (RuntimeError, ValueError) as error:
             log.debug("could not tell the other ranks: %s", error)
+
+    def lost(self, error: BaseException) -> PeerError | None:
+        """What to raise in place of a collective's error: who is gone, as far as it is known. None for any other error."""
+        text = " ".join(str(error).split())
+        if not isinstance(error, dist.DistError) and not (isinstance(error, RuntimeError) and "gloo" in text):
+            return None
+        deadline = time.monotonic() + _BLAME_S
+        while self._store is not None and not self._verdict and time.monotonic() < deadline:
+            time.sleep(0.1)
+        why = self._verdict or "another rank is gone, and its own log says why"
+        return PeerError(f"rank {self.rank}: {why} (a collective ended with: {text[:200]})")
 
     def close(self) -> None:
         """Stop watching; from here on the others' going is no failure."""
@@ -141,6 +158,7 @@ class Peers:
 
     def _end(self, trouble: str) -> None:
         """The main thread may hang in a collective that will never complete: end the process, if it does not end itself."""
+        self._verdict = trouble
         own = trouble.startswith(f"rank {self.rank} failed")
         if self._closing.wait(_OWN_GRACE_S if own else _GRACE_S):
             return

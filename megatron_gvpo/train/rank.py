@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megatron_gvpo.config.hf_shape import read_shape
 from megatron_gvpo.config.schema import Config
 from megatron_gvpo.mcore.startup import shutdown, start
@@ -22,6 +24,7 @@ from megatron_gvpo.train.learn import Learner
 from megatron_gvpo.train.loop import Hooks, Loop
 from megatron_gvpo.train.main import JOURNAL_DIR, prepare
 from megatron_gvpo.train.memory import Memory
+from megatron_gvpo.train.memory_limit import memory_limit
 from megatron_gvpo.train.peers import Peers
 from megatron_gvpo.train.recipe import digest
 from megatron_gvpo.train.replay import Replay
@@ -65,10 +68,16 @@ def run_rank(config: Config, run_dir: Path, options: Options, stop: StopRequest 
             code = _run(config, run_dir, options, stack, exchange, built)
             exchange.barrier()  # nobody leaves while another one may still fail
         return code
+    except torch.OutOfMemoryError as error:
+        full = memory_limit(error, config, peers.rank)
+        peers.failed(str(full))
+        raise full from error
     except StopNow as request:
         log.warning("left before the first step because of %s", request)
         return EXIT_REQUEUE
     except BaseException as error:
+        if lost := peers.lost(error):
+            raise lost from error
         peers.failed(" ".join(f"{type(error).__name__}: {error}".split()))
         raise
     finally:

@@ -27,7 +27,8 @@ QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARAL
 
 
 def config_of(folder: Path, **sections: dict[str, Any]) -> Path:
-    """A config file in `folder` whose run directory is `folder/run`; `sections` are laid over the small defaults."""
+    """A config file in `folder` whose run directory is `folder/run`; `sections` are laid over the small defaults
+    (None takes a default away)."""
     config: dict[str, dict[str, Any]] = {
         "model": {"path": str(STUDENT), "max_length": 32},
         "precision": {"params": "fp32"},
@@ -41,7 +42,8 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> Path:
         "log": {"dir": str(folder / "run"), "report": False},
     }
     for name, keys in sections.items():
-        config[name] = {**config.get(name, {}), **keys}
+        merged = {**config.get(name, {}), **keys}
+        config[name] = {key: value for key, value in merged.items() if value is not None}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(config))
