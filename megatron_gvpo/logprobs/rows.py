@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_gvpo.logprobs.shard import VocabShard
 
 # Scratch that a call may take when no chunk size is given, in bytes. A GPU wants taller chunks to fill its matmul units.
-CPU_BUDGET_BYTES = 256 << 20
+CPU_BUDGET_BYTES = 384 << 20
 CUDA_BUDGET_BYTES = 512 << 20
 
 # Elements that one elementwise pass handles at a time. On a CPU the block stays in cache over the passes; on a GPU each
