@@ -31,8 +31,8 @@ def _sections(world: int, sharded: bool, steps: int = STEPS, **parallel: int) ->
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
 def test_resumed_at_another_layout(tmp_path: Path, sharded: bool) -> None:
-    """Why: a run that loses machines, or is given more, goes on as it was. Saved at TP2 x PP2, in the background; resumed at the same
-    layout, one rank, DP2 and TP4; with whole and with sharded optimizer state."""
+    """Why: a run that loses machines, or is given more, goes on as it was. Saved at TP2 x PP2, in the background; resumed at the
+    same layout, one rank, DP2 and TP4; with whole and with sharded optimizer state."""
     recorded = record_samples(tmp_path / "recorded", STEPS)
     layouts: dict[str, tuple[int, dict[str, int]]] = {
         "same": (4, {"tensor": 2, "pipeline": 2}),
